@@ -5,6 +5,7 @@ its module: a matmul with `params["mlp"]["up"]` is in "mlp/up", and an operation
 "mlp/up" and "mlp/gate" is in "mlp".
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -225,6 +226,46 @@ def positional_names(fn: Function, count: int) -> list[str]:
   names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
   rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
   return [*names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))]
+
+
+def with_model_as_argument(fn: Function, args: Args) -> tuple[Function, Args]:
+  """Returns a call whose NNX model, if `fn` is a model or a method of one, is the first argument.
+
+  The arrays of the model then have paths, its parameters are known as such, and the function may
+  write to it.
+  """
+  method, bound = _method_of_model(fn)
+  if not bound:
+    return fn, args
+
+  name = getattr(method, "__name__", "")
+  is_attribute = getattr(type(bound[0]), name, None) is method
+
+  @functools.wraps(method)
+  def call(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    # A view may stand for the model. It has methods of its own.
+    called = getattr(model, name) if is_attribute else functools.partial(method, model)
+    return called(*args, **kwargs)
+
+  # Reports show the name of the function that the user passed.
+  call.__name__ = getattr(fn, "__name__", type(fn).__name__)
+  return call, (*bound, *args)
+
+
+def _method_of_model(fn: Function) -> tuple[Function, Args]:
+  """Returns a function, and the model of NNX and other arguments that `fn` calls it with."""
+  # `type(fn).__call__` is the method without its model.
+  if is_nnx_object(fn):
+    return type(fn).__call__, (fn,)
+  if inspect.ismethod(fn) and is_nnx_object(fn.__self__):
+    return fn.__func__, (fn.__self__,)
+  # A method under `nnx.jit` is a `functools.partial` too.
+  if isinstance(fn, functools.partial):
+    method, bound = _method_of_model(fn.func)
+    bound = (*bound, *fn.args)
+    if any(map(is_nnx_object, bound[:1])):
+      return (functools.partial(method, **fn.keywords) if fn.keywords else method), bound
+  return fn, ()
 
 
 def with_parameter_scopes(fn: Function) -> Function:

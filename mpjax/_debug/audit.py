@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import fnmatch
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxAssertionError, check_call
-from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
 from mpjax._debug.audit_tables import (
@@ -372,7 +370,6 @@ def audit(
 def _audited(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditReport:
   """Returns the report of a call; `compiled` is the text of the compiled program, or ""."""
   # The record collects modules and rules, and with it models mark their operations.
-  fn, args = _with_model_as_argument(fn, args)
   record = AuditRecord()
   call = Call(args, kwargs, "mpjax.audit(fn)", _is_array_or_shape)
   with AUDIT(record):
@@ -384,19 +381,6 @@ def _audited(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditRe
   modules = [x.module if x.name in parameters else () for x in arguments]
   name_by_parameters(graph, modules)
   return _report(graph, record, parameters, compiled)
-
-
-def _with_model_as_argument(fn: Function, args: Args) -> tuple[Function, Args]:
-  """Returns a call whose NNX model, if `fn` is a model or a method of one, is the first argument.
-
-  The arrays of the model then have paths, and its parameters are known as such.
-  """
-  # `type(fn).__call__` is the method without its model, which becomes an argument.
-  if is_nnx_object(fn):
-    return type(fn).__call__, (fn, *args)
-  if inspect.ismethod(fn) and is_nnx_object(fn.__self__):
-    return fn.__func__, (fn.__self__, *args)
-  return fn, args
 
 
 def _is_array_or_shape(x: Leaf) -> bool:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -13,9 +13,9 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, DType, Function, Kwargs
-from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.arguments import Call, with_model_as_argument, with_parameter_scopes
 from mpjax._debug.compare_report import CompareReport, compared
-from mpjax._debug.compare_run import RecordedRun, load, record
+from mpjax._debug.compare_run import RecordedRun, any_function, any_method, load, record
 from mpjax._debug.expectations import check_float32, lows_of
 from mpjax._debug.module_names import in_models, with_models
 from mpjax._debug.report import Advance, Pending
@@ -49,7 +49,8 @@ def compare(
   cotangents of these outputs and the gradients by the first argument are compared too.
 
   Args:
-    f: a function of arrays, such as a loss, a model or a step, or the file of a saved run.
+    f: a function of arrays, such as a loss, a model or a step, or the file of a saved run. An NNX
+      model that is called, or whose method is called, is the first argument of its own call.
     g: the reference, likewise. Without it, `f` as it is written.
     policy: compare `f` under this policy with `f`, instead of `g`. Models of Flax run as under
       `mpjax.with_policy`, a function without models as under `mpjax.autocast`.
@@ -93,7 +94,9 @@ def compare(
   # `Pending` takes a function. A saved run has its arguments in the file.
   fn = f if callable(f) else _without_arguments
   name = _name(f) if parsed is None else f"{_name(f)} under {policy}"
-  return Pending(_CALL, fn, functools.partial(_compared, f, g, parsed, name), _FIX)
+  report = functools.partial(_compared, f, g, parsed, name)
+  # Each of two models is the first argument of its own call.
+  return Pending(_CALL, fn, report, _FIX, model_first=False)
 
 
 def _without_arguments() -> None:
@@ -117,35 +120,51 @@ def _compared(
   advance: Advance,
 ) -> CompareReport:
   """Runs both sides, one after the other, and compares them."""
-  call = Call(args, kwargs, _CALL)
-  # The runs need values. Tracers have none.
-  call.check_concrete()
   sides = [(f, name)]
   if g is not None or policy is not None:
     reference = f if g is None else g
     sides.append((reference, _name(reference)))
-  functions = [side for side, _ in sides if callable(side)]
+  # A saved run has its arguments in the file.
+  titled = [
+    (_called(side, args, kwargs) if callable(side) else side, title) for side, title in sides
+  ]
+  functions = [side for side, _ in titled if isinstance(side, _Called)]
   # Rows are matched by path, so both sides need paths of one kind: modules of Flax, or parameters.
-  models = all(in_models(each, call) is not None for each in functions)
+  models = all(in_models(each.function, each.call) is not None for each in functions)
   # A function with a policy of its own ignores the given one. The errors would all be 0, and look
   # good.
   if policy is not None:
-    _check_changes(functions[0], policy, models, call)
-  runs = _runs(sides, policy, models, call, advance)
+    _check_changes(functions[0], policy, models)
+  runs = _runs(titled, policy, models, advance)
   # A policy rounds to its compute dtype on purpose. Such an error is no fault.
   least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
   report = compared(runs[0], runs[-1], least)
   # The weights of such a model are constants of the trace, which have no module names.
-  if not models and any(map(_closes_over_models, functions)):
+  if not models and any(_closes_over_models(each.function) for each in functions):
     report = dataclasses.replace(report, notes=(*report.notes, _ADVICE))
   return report
 
 
+class _Called(NamedTuple):
+  """A function, and its arguments: the first is the model that is called, if it is one of NNX."""
+
+  function: Function
+  call: Call
+  names: Function  # its arguments have names that are equal on both sides
+
+
+def _called(side: Function, args: Args, kwargs: Kwargs) -> _Called:
+  fn, operands = with_model_as_argument(side, args)
+  call = Call(operands, kwargs, _CALL)
+  # The runs need values. Tracers have none.
+  call.check_concrete()
+  return _Called(fn, call, any_function if fn is side else any_method)
+
+
 def _runs(
-  sides: Sequence[tuple[Side, str]],
+  sides: Sequence[tuple[_Called | str | os.PathLike[str], str]],
   policy: Policy | None,
   models: bool,
-  call: Call,
   advance: Advance,
 ) -> list[RecordedRun]:
   """Returns the runs of functions and files. The first function runs under the policy."""
@@ -153,9 +172,10 @@ def _runs(
   runs: list[RecordedRun] = []
   for i, (side, title) in enumerate(sides):
     advance(i, len(sides))
-    if callable(side):
+    if isinstance(side, _Called):
       # Only `f`, the first side, runs under the policy.
-      runs.append(record(_named(side, policy if i == 0 else None, models, call), call, title))
+      named = _named(side, policy if i == 0 else None, models)
+      runs.append(record(named, side.call, title, side.names))
     else:
       runs.append(load(side, "mpjax.compare(path)")._replace(name=title))
   return runs
@@ -167,13 +187,13 @@ def _name(side: Side) -> str:
   return os.path.basename(os.fspath(side))
 
 
-def _check_changes(f: Function, policy: Policy, models: bool, call: Call) -> None:
+def _check_changes(f: _Called, policy: Policy, models: bool) -> None:
   """Raises if a function in low precision computes the same under a policy as without it."""
   # A function in float32 changes under any policy. Trace it only if it has low precision.
-  plain = Graph(call.traced(f)[0])
+  plain = Graph(f.call.traced(f.function)[0])
   if not lows_of(plain):
     return
-  under_policy = Graph(call.traced(_named(f, policy, models, call))[0])
+  under_policy = Graph(f.call.traced(_named(f, policy, models))[0])
   if _dtypes(plain) == _dtypes(under_policy):
     check_float32(plain, f"{_CALL_OF_POLICY}(*args)", "function")
 
@@ -198,12 +218,13 @@ def _closes_over_models(fn: Function) -> bool:
   return any(framework_of(x) == "NNX" and not isinstance(x, type) for x in read)
 
 
-def _named(fn: Function, policy: Policy | None, models: bool, call: Call) -> Function:
+def _named(called: _Called, policy: Policy | None, models: bool) -> Function:
   """Returns a function under a policy, if one is given, whose operations are in modules."""
+  fn = called.function
   # Name operations first, then apply the policy. The rewriter keeps the name stack.
   if not models:
     named = with_parameter_scopes(fn)
     return named if policy is None else autocast(named, policy)
   # A loss that makes views itself has modules without being wrapped.
-  of_models = in_models(fn, call) if policy is None else None
+  of_models = in_models(fn, called.call) if policy is None else None
   return with_models(fn, policy) if of_models is None else of_models.function

@@ -112,13 +112,28 @@ class RecordedRun(NamedTuple):
   machine: str = ""
 
 
-def record(fn: Function, call: Call, name: str) -> RecordedRun:
-  """Runs a function once, compiled, and returns the outputs of its modules."""
+# Two functions may call the same argument differently. Positions are the same in both.
+def any_function(*args: object) -> None:
+  """Has the names "args[0]" and so on, by which the arguments of two functions are compared."""
+
+
+def any_method(model: object, *args: object) -> None:
+  """Has these names too, behind "model", which is the model that is called."""
+
+
+def record(fn: Function, call: Call, name: str, names: Function = any_function) -> RecordedRun:
+  """Runs a function once, compiled, and returns the outputs of its modules.
+
+  Args:
+    fn: the function.
+    call: its arguments.
+    name: the name of the run.
+    names: a function whose arguments have the names of those of `fn`.
+  """
   program, results = call.traced(fn)
   # The run is differentiated, so functions with a custom derivative stay one step.
   body = body_of(program, compiled=True, differentiable=True)
-  # Two functions may call the same argument differently. Positions are the same in both.
-  arguments = call.arguments(_any_function)
+  arguments = call.arguments(names)
   weights = {i for i, each in enumerate(arguments) if each.is_first}
   modules = find_modules(body, weights)
   operands = [jnp.asarray(x) for x in call.arrays]
@@ -155,10 +170,6 @@ def _machine(operands: Sequence[Array]) -> str:
   # XLA, the processor and the device choose the order of sums, and so the rounding.
   versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
   return " ".join([*versions, platform.processor() or platform.machine(), *sorted(devices)])
-
-
-def _any_function(*args: object) -> None:
-  """Has the names "args[0]" and so on, by which the arguments of two functions are compared."""
 
 
 def _spacing(program: ClosedJaxpr) -> float:

@@ -46,7 +46,8 @@ def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
 
   Args:
     fn: a training step, a gradient, a model or a loss, jitted or not. A loss, which returns a
-      scalar (or one and aux), is differentiated with respect to its first argument.
+      scalar (or one and aux), is differentiated with respect to its first argument. An NNX model
+      that is called, or whose method is called, is the first argument.
 
   Returns:
     A function with the arguments of `fn`, which must be concrete arrays. It returns a report:

@@ -22,6 +22,7 @@ from rich.text import Text
 from mpjax._core.errors import MpjaxError, unfit_call
 from mpjax._core.frameworks import check_function
 from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._debug.arguments import with_model_as_argument
 from mpjax._debug.tables import WIDTH, paragraph, table
 from mpjax._jaxpr.locations import Source
 from mpjax._policy.policy import Policy
@@ -75,7 +76,11 @@ def rest(rows: Sequence[object], most: int = MOST) -> list[str]:
 
 
 class Pending(Generic[P, R]):
-  """A function that returns the report of a call. Its `repr` says that it has to be called."""
+  """A function that returns the report of a call. Its `repr` says that it has to be called.
+
+  `report` takes the function and its arguments. With `model_first`, an NNX model that is called is
+  the first argument.
+  """
 
   def __init__(
     self,
@@ -83,17 +88,22 @@ class Pending(Generic[P, R]):
     fn: Callable[P, object],
     report: Callable[[Function, Args, Kwargs, Advance], R],
     fix: str,
+    *,
+    model_first: bool = True,
   ) -> None:
     # Check before the arguments come, so that the traceback shows the line with the mistake.
     check_function(fn, where, fix)
     self._tool = where.removeprefix("mpjax.").partition("(")[0]
-    self._fn, self._report = fn, report
+    self._fn, self._report, self._model_first = fn, report, model_first
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     # A diagnostic may take minutes, so it shows on stderr that it runs.
     with progress(self._tool) as advance:
       try:
-        return self._report(self._fn, args, kwargs, advance)
+        fn, operands = self._fn, args
+        if self._model_first:
+          fn, operands = with_model_as_argument(fn, args)
+        return self._report(fn, operands, kwargs, advance)
       except TypeError as error:
         if not isinstance(error, MpjaxError):
           self._check_arguments(args, kwargs, error)

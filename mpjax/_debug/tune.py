@@ -39,7 +39,8 @@ def tune(
 
   Args:
     loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
-      a state), or any function of trees of arrays. Returns a scalar, or one and aux.
+      a state), or any function of trees of arrays. Returns a scalar, or one and aux. The first
+      argument of a method of an NNX model is the model.
     policy: computes in bfloat16 or float16, or multiplies in a format. Of several policies, the
       first is preferred for each module, and float32 comes last.
     tolerance: the relative error of the gradient that is allowed, such as 0.01.

@@ -88,6 +88,84 @@ def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
   assert len(call.traced(lambda models, x: models[1](models[0](x)))[0].in_avals) == 5
 
 
+class Counted(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(2, 4, rngs=rngs)
+    self.norm = nnx.BatchNorm(4, rngs=rngs)
+    self.down = nnx.Linear(4, 2, rngs=rngs)
+
+  def __call__(self, x):
+    return self.loss(x)
+
+  def loss(self, x, *, is_train=True):
+    self.norm.set_attributes(use_running_average=not is_train)
+    return jnp.mean(jnp.log(self.down(self.norm(self.up(x))) ** 2))
+
+  @nnx.jit
+  def compiled_loss(self, x):
+    return self.loss(x)
+
+
+def counts(report):
+  return [(row.kind, row.path, row.total) for row in report.groups]
+
+
+@pytest.mark.parametrize("policy", ["", "mixed_bfloat16"])
+def test_a_model_of_nnx_that_is_called_is_the_first_argument(policy):
+  model, x = Counted(nnx.Rngs(0)), normal(4, 2)
+  called = mpjax.with_policy(model, policy) if policy else model
+  before = jax.tree.map(jnp.array, nnx.state(model))
+
+  def loss(self, x):
+    return self.loss(x)
+
+  expected = counts(mpjax.ranges(loss)(called, x))
+  assert ("gradients", "up") in {row[:2] for row in expected}
+  partial = functools.partial(called.loss, is_train=True)
+  for callee in (called, called.loss, called.compiled_loss, partial):
+    assert counts(mpjax.ranges(callee)(x)) == expected
+    found = mpjax.find_nonfinite(callee)(0 * x)
+    assert (found.operation, found.direction) == ("log", "forward")
+  # The state of a model that is called stays as it is.
+  jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+
+
+def test_tune_takes_the_gradient_by_a_model_whose_loss_it_is_given():
+  model, x = Counted(nnx.Rngs(0)), normal(4, 2)
+  tune = functools.partial(mpjax.tune, tolerance=1.0)
+  expected = tune(lambda model, x: model.loss(x))(model, x).modules
+  assert {row.path for row in expected if row.gradient > 0} >= {"up", "norm", "down"}
+  for callee in (model, model.loss, model.compiled_loss):
+    assert tune(callee)(x).modules == expected
+
+
+def rows_of(report):
+  """Returns the modules of a comparison, and whether their outputs and gradients differ."""
+  return [(row.path, row.output > 0, row.gradient > 0) for row in report.rows[:3]]
+
+
+def test_each_of_two_models_of_nnx_that_are_compared_is_an_argument_of_its_own_call(tmp_path):
+  model, x = Counted(nnx.Rngs(0)), normal(4, 2)
+  view = mpjax.with_policy(model, "mixed_bfloat16")
+  before = jax.tree.map(jnp.array, nnx.state(model))
+  expected = mpjax.compare(lambda model, x: model.loss(x), policy="mixed_bfloat16")(model, x)
+  rows = rows_of(expected)
+  assert rows == [("up", True, True), ("norm", True, True), ("down", True, True)]
+  for f, g in ((view, model), (model, view), (view.loss, model.loss), (view, model.compiled_loss)):
+    report = mpjax.compare(f, g)(x)
+    assert rows_of(report) == rows
+    assert report.notes == ()
+  for callee in (model, model.loss):
+    report = mpjax.compare(callee, policy="mixed_bfloat16")(x)
+    assert rows_of(report) == rows
+  # A plain function of the same arguments, and a file.
+  same = mpjax.compare(model, lambda x: nnx.clone(model).loss(x))(x)
+  assert same.results["result"] == 0
+  mpjax.compare(model)(x).save(tmp_path / "run.npz")
+  assert not mpjax.compare(model, tmp_path / "run.npz")(x).arguments
+  jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+
+
 def test_a_call_with_what_is_no_array():
   def fn(tree, n, *, name):
     assert (n, name) == (3, "a")
