@@ -81,12 +81,44 @@ def _of_integers(operation: Operation) -> Iterator[_Loss]:
   if not operation.casts:
     return
   operand = operation.operands[0]
+  is_of_integers = _is_integer(operand) or _is_integer(result)
+  if not is_of_integers or _is_known_and_exact(operand, result):
+    return
   # Rounding to an integer type shows that whole numbers are meant, such as positions.
   if operand.is_low and _is_integer(result):
     text = f"integers above {_largest_integer(operand)} were rounded before this cast"
     yield _Loss(operand.dtype, text)
   elif result.is_low and _is_integer(operand):
     yield _Loss(result.dtype, f"integers above {_largest_integer(result)} are rounded")
+
+
+def _is_known_and_exact(operand: Value, result: Value) -> bool:
+  """Whether a cast is of numbers in the code, such as the 0 of `jnp.pad`, and rounds none."""
+  sources = list(_unmoved(operand))
+  # The numbers of an array that the function closes over may be others in the next call.
+  numbers = [None if v.aval.shape else _largest_number(v) for v in sources]
+  # JAX writes the rounded number into the jaxpr. Up to the largest integer, none was rounded.
+  if operand.is_low:
+    most = _largest_integer(operand)
+    return all(n is not None and abs(n) <= most for n in numbers)
+  with np.errstate(over="ignore"):
+    return all(n is not None and float(n.astype(result.dtype)) == n for n in numbers)
+
+
+def _unmoved(value: Value) -> Iterator[Value]:
+  """Yields the values whose elements a value has, before moves."""
+  seen = set[Value]()
+  pending = [value]
+  while pending:
+    each = pending.pop()
+    # A loop leads back to its carry.
+    if each in seen:
+      continue
+    seen.add(each)
+    if each.made_by is not None and each.made_by.moves:
+      pending += each.made_by.operands
+    else:
+      yield each
 
 
 def _is_integer(value: Value) -> bool:

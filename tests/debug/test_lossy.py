@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 
@@ -44,6 +45,32 @@ def test_integers_that_become_low_precision(dtype, most):
   assert found == [("convert_element_type", dtype, reason)]
   assert lossy(lambda x: x.astype("int8"), jax.ShapeDtypeStruct((4,), dtype)) == []
   assert lossy(lambda x: x.astype("int32"), jax.ShapeDtypeStruct((4,), "float32")) == []
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float16", 2048), ("bfloat16", 256)])
+def test_integers_of_the_code_are_noted_if_the_cast_rounds_them(dtype, most):
+  x, reason = jnp.ones((2, 2), dtype), f"integers above {most} are rounded"
+  scalar = jnp.asarray(2 * most)
+  assert lossy(lambda x: jnp.pad(x, 1, constant_values=0), x) == []
+  exact = (0, -most, 2 * most)
+  for number in exact:
+    assert lossy(lambda x, n=number: jnp.full((2, 2), n).astype(dtype) * x, x) == []
+  assert lossy(lambda x: scalar.astype(dtype) * x, x) == []
+  found = lossy(lambda x: jnp.full((2, 2), most + 1).astype(dtype) * x, x)
+  assert found == [("convert_element_type", dtype, reason)]
+  # The next call may close over other ids.
+  ids = jnp.arange(2)
+  assert lossy(lambda x: x[0] * ids.astype(dtype), x) == [("convert_element_type", dtype, reason)]
+  before = f"integers above {most} were rounded before this cast"
+  for number, rows in ((most, []), (2 * most, [("convert_element_type", dtype, before)])):
+    assert lossy(lambda x, n=number: x[0] * jnp.full(2, n, dtype).astype("int32"), ids) == rows
+
+
+def test_a_causal_convolution_in_low_precision_has_no_note_on_integers():
+  model = nnx.Conv(
+    2, 2, (3,), padding="CAUSAL", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+  )
+  assert lossy(model, jnp.ones((1, 4, 2), jnp.bfloat16)) == []
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 2048), ("bfloat16", 256)])
