@@ -94,7 +94,7 @@ class NonfiniteReport(Report):
     place = f"First value that is not finite: {' · '.join(self._place())}"
     # An argument that is not finite has a result and no operands.
     ranges = self.operands if self.result is None else (*self.operands, self.result)
-    columns = ("value", "dtype and shape", "least", "largest", "inf", "NaN")
+    columns = ("value", "dtype and shape", "least |x|", "largest |x|", "inf", "NaN")
     return [
       Section(lines=(place, *self._scale_lines(), self.cause)),
       Section("Values", columns=columns, rows=tuple(map(_row, ranges))),

@@ -40,3 +40,15 @@ def test_a_gradient_may_be_scaled_by_hand_and_a_value_of_the_forward_pass_is_not
   x = jnp.zeros(2)
   assert "unless the loss is scaled" in str(mpjax.find_nonfinite(jax.grad(jnp.linalg.norm))(x))
   assert "no loss scale helps" in str(mpjax.find_nonfinite(jnp.log)(x))
+
+
+def test_the_columns_of_the_text_are_magnitudes():
+  lines = str(mpjax.find_nonfinite(jnp.sqrt)(-jnp.ones(3))).splitlines()
+  (header,) = (i for i, line in enumerate(lines) if line.startswith("value "))
+  assert lines[header].split("shape")[1].split("inf")[0].split() == [
+    "least",
+    "|x|",
+    "largest",
+    "|x|",
+  ]
+  assert lines[header + 1].split()[-4:-2] == ["1", "1"]
