@@ -15,6 +15,9 @@ from mpjax._core.types import KeyPath, OptState, Params, PyTree, is_inexact
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.leaf_codes import LeafCode, LeafKind, find_leaf, floating_leaves, read_code
 from mpjax._optim.optimizer_trees import differentiated, key_text
+from mpjax._optim.states import LossScaleState
+
+_WHERE = "mpjax.check_skipped_steps(opt_state)"
 
 
 def check_skipped_steps(
@@ -45,50 +48,68 @@ def check_skipped_steps(
   >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
   >>> mpjax.check_skipped_steps(opt_state)
   """
-  where, call = "mpjax.check_skipped_steps(opt_state)", "mpjax.check_skipped_steps"
   fix = "1 raises after the first skipped step."
-  most = check_int(max_consecutive_skips, f"{call}(max_consecutive_skips)", least=1, fix=fix)
-  scale = find_scale(opt_state, where, name)
+  where = "mpjax.check_skipped_steps(max_consecutive_skips)"
+  most = check_int(max_consecutive_skips, where, least=1, fix=fix)
+  scale = find_scale(opt_state, _WHERE, name)
   # A `TrainState` has its parameters beside the optimizer state.
   params = getattr(opt_state, "params", None) if params is None else params
   params = _trained(params, opt_state)
   trained = {"opt_state": scale.owner.inner_state, "params": params}
-  state = scale.state
-  for x in jax.tree.leaves(state or trained):
+  _refuse_tracers(scale.state or trained)
+  if scale.state is None:
+    _refuse_nan(trained)
+    return
+  _refuse_impossible_scale(scale.state)
+  # Several values where the state is vmapped (an ensemble): the worst member counts.
+  skips = np.atleast_1d(scale.state.consecutive_skips)
+  worst = int(np.argmax(skips))
+  if skips[worst] >= most:
+    raise MpjaxRuntimeError(
+      _WHERE,
+      expected=f"fewer than {most} skipped steps in a row",
+      got=f"{skips[worst]}, at loss scale {np.atleast_1d(scale.state.scale)[worst]:.9g}; the last "
+      f"step's first non-finite value was in {_first_bad(opt_state, scale, worst, params)}",
+      fix=_advice(params),
+    )
+
+
+def _refuse_tracers(tree: PyTree) -> None:
+  for x in jax.tree.leaves(tree):
     if isinstance(x, Tracer):
       expected, fix = "a concrete state", "Call it on the host, after the jitted step has returned."
-      raise MpjaxTypeError(where, expected=expected, got=f"a traced one ({x})", fix=fix)
-  if state is None:
-    # NoLossScale checks no step. A NaN is never intended, while an inf may be: a best value so far,
-    # a mask.
-    if (nan := _first_nan(trained)) is not None:
-      expected = "no NaN after steps that NoLossScale() does not check"
-      fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
-      raise MpjaxRuntimeError(where, expected=expected, got=f"one at {nan}", fix=fix)
-    return
-  # Several values where the state is vmapped (an ensemble): the worst member counts.
-  scales, skips = np.atleast_1d(state.scale), np.atleast_1d(state.consecutive_skips)
+      raise MpjaxTypeError(_WHERE, expected=expected, got=f"a traced one ({x})", fix=fix)
+
+
+def _refuse_nan(trained: PyTree) -> None:
+  """Raises if something trained under `NoLossScale`, which checks no step, holds a NaN."""
+  # A NaN is never intended, while an inf may be: a best value so far, a mask.
+  if (nan := _first_nan(trained)) is not None:
+    expected = "no NaN after steps that NoLossScale() does not check"
+    fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
+    raise MpjaxRuntimeError(_WHERE, expected=expected, got=f"one at {nan}", fix=fix)
+
+
+def _refuse_impossible_scale(state: LossScaleState) -> None:
   # Backing off stops at a minimum, so no step makes the scale 0, inf or NaN.
+  scales = np.asarray(state.scale)
   if not np.all(np.isfinite(scales) & (scales > 0)):
-    expected, got = "a positive finite loss scale", str(np.asarray(state.scale))
+    expected = "a positive finite loss scale"
     fix = "No step produces this: restore another checkpoint, or call mpjax.states.set_loss_scale."
-    raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
-  worst = int(np.argmax(skips))
-  if skips[worst] < most:
-    return
-  fix = (
+    raise MpjaxRuntimeError(_WHERE, expected=expected, got=str(scales), fix=fix)
+
+
+def _advice(params: Params) -> str:
+  """Returns what to do after many skipped steps."""
+  # A NaN in the parameters makes every later gradient NaN. No data or learning rate helps then.
+  if (nan := _first_nan(params)) is not None:
+    return f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
+  return (
     "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
     "the loss, a float16 activation above 65504, log(0), a division by 0, or a learning rate that "
     "is too high. "
     "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
   )
-  # A NaN in the parameters makes every later gradient NaN. No data or learning rate helps then.
-  if (nan := _first_nan(params)) is not None:
-    fix = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
-  expected = f"fewer than {most} skipped steps in a row"
-  got = f"{skips[worst]}, at loss scale {scales[worst]:.9g}; the last step's first non-finite "
-  got += f"value was in {_first_bad(opt_state, scale, worst, params)}"
-  raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
 
 
 def _trained(params: Params, opt_state: OptState) -> Params:
