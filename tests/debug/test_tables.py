@@ -215,6 +215,12 @@ def test_a_reason_that_all_rows_share_is_printed_once_also_for_rows_that_are_not
   assert "All rows" not in str(Example("module, because of", rows[:1]))
 
 
+def test_a_column_without_text_in_the_printed_rows_is_left_out():
+  rows = [(f"layer_{i}", "") for i in range(MOST)]
+  assert "because of" in str(Example("module, because of", [("head", "a rule"), *rows]))
+  assert "because of" not in str(Example("module, because of", [*rows, ("head", "a rule")]))
+
+
 def test_reasons_of_a_wide_table_are_lines_above_their_rows():
   reasons = ["a reason that is long", "", "another one that is long"] * 3
   rows = [(f"{i}/{'a_long_name_' * 5}", why, str(i)) for i, why in enumerate(reasons)]
