@@ -33,6 +33,7 @@ _RESULT = re.compile(r"\b\w+\[[\d,<=]*\](?:\{[^{}]*\})?")
 _ON_CHIP = re.compile(r"\w+\[[\d,<=]*\]\{[^{}]*S\([1-9]\d*\)\}$")
 _LAUNCHES = re.compile(r"(?:body|to_apply|branch_computations)=\{?%([\w.-]+)")
 _CALLERS = frozenset(("while", "call", "conditional"))
+_HIGHEST = re.compile(r'operand_precision(=\{highest,highest|":\["HIGHEST","HIGHEST)')
 _OPERAND = re.compile(r"%([\w.-]+)")
 _BITS = re.compile(r"[a-z]+(\d+)")
 
@@ -118,12 +119,15 @@ class Module:
     found = (each for computation in self.computations.values() for each in computation.values())
     return sum(each.opcode == opcode for each in found)
 
-  def products(self) -> collections.Counter[str]:
-    """Returns how many products there are of each pair of operand dtypes, fusions' included."""
+  def products(self, *, highest: bool = False) -> collections.Counter[str]:
+    """Returns how many products there are of each pair of operand dtypes, fusions' included.
+
+    With `highest` they are those that ask for the highest precision, on a GPU or on a TPU.
+    """
     found: collections.Counter[str] = collections.Counter()
     for computation in self.computations.values():
       for each in computation.values():
-        if _multiplies(each):
+        if _multiplies(each) and (not highest or _HIGHEST.search(each.attributes)):
           kinds = [dtype(computation[name].type) for name in _factors(each)]
           found[kinds[0] if len(set(kinds)) == 1 else " x ".join(kinds)] += 1
     return found

@@ -4,6 +4,7 @@ A function of trees is traced as a function of arrays. Its jaxpr is rewritten an
 arguments.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from mpjax._autocast.consumers import flags_of_result
 from mpjax._autocast.custom_rules import instantiated
 from mpjax._autocast.kinds import FLOATS, Kind, Role, kind_of_input, kinds_of_constants
 from mpjax._autocast.linear_algebra import warn_without_line
-from mpjax._autocast.precision import in_default, traced
+from mpjax._autocast.precision import default_precision, traced
 from mpjax._autocast.rewrite import rewrite
 from mpjax._autocast.run import run
 from mpjax._autocast.scopes import check_rules_match
@@ -329,10 +330,11 @@ class _Call:
     ins = tuple(_kind_of_argument(x.dtype, each) for x, each in pairs)
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
     flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
-    consts = kinds_of_constants(program.consts, self.settings)
-    new = rewrite(program.jaxpr, ins, outs, flags, self.settings, (), consts)
+    settings = dataclasses.replace(self.settings, default_precision=default_precision())
+    consts = kinds_of_constants(program.consts, settings)
+    new = rewrite(program.jaxpr, ins, outs, flags, settings, (), consts)
     warn_without_line(new.linear_algebra)
-    return in_default(new.jaxpr)
+    return new.jaxpr
 
 
 def _kind_of_argument(dtype: DType, decides: bool) -> Kind | None:

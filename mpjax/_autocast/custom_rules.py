@@ -27,7 +27,7 @@ from mpjax._autocast.control_flow import (
   rewrite_inner,
 )
 from mpjax._autocast.kinds import Kind, kinds_of_constants
-from mpjax._autocast.precision import in_default, traced
+from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
 from mpjax._autocast.scopes import ScopePolicy, region_of
 from mpjax._autocast.settings import Scope, Settings
@@ -115,7 +115,7 @@ class _Custom(NamedTuple):
     new = self.rewrite(program.jaxpr, kinds, fixed, flags, settings, self.scope, consts)
     try:
       # A tracer that the rule closes over is an array of the user's function, whose trace is over.
-      values = eval_jaxpr(in_default(new.jaxpr), program.consts, *operands)
+      values = eval_jaxpr(new.jaxpr, program.consts, *operands)
     except jax.errors.UnexpectedTracerError as error:
       raise MpjaxTypeError(
         f"mpjax.autocast(fn), the derivative rule of {function_name(self.eqn)}",

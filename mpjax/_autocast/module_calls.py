@@ -16,7 +16,7 @@ import numpy as np
 from mpjax._autocast.autocast import with_settings
 from mpjax._autocast.boundary import NotTraceable
 from mpjax._autocast.kernels import KernelInFloat32, check_kernels
-from mpjax._autocast.precision import asked_precision
+from mpjax._autocast.precision import asked_precision, default_precision
 from mpjax._autocast.scopes import (
   AS_GIVEN,
   AS_IT_IS_IN,
@@ -466,9 +466,12 @@ def module_call(
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
   # `EVERY` holds `object`: a module around this one is called in the compute dtype.
   casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
-  # Its own operations run in float32, and the modules inside keep the policy.
-  iterates = isinstance(module, layers.iterates) and computes_in_half(policy)
-  region = region_of(Policy() if iterates else policy)
+  region = region_of(policy)
+  # Its own operations run in float32, and the modules inside keep the policy. Its matmuls ask for
+  # the highest precision, as others that a policy keeps in float32, unless one is named.
+  if policy is not None and computes_in_half(policy) and isinstance(module, layers.iterates):
+    is_named = policy.precision is not None or default_precision() is not None
+    region = region_of(Policy(precision=None if is_named else "highest"))
   if is_whole and policy is not None:
     region = AS_IT_IS_IN + policy.compute_dtype.name
   inner = dataclasses.replace(

@@ -2,20 +2,23 @@
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.core.primitives import dot_general_p
+from jax.lax import Precision
 
 from mpjax._core.types import FLOAT32, DType, Function, PyTree
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import EqnParams, facts_of
-from mpjax._jaxpr.reader import Program, aval_of, hides_matmul, opened, walk, with_each
+from mpjax._jaxpr.reader import Program, dtype_of, hides_matmul, opened, walk, with_each
+from mpjax._policy.dtypes import MatmulPrecision, takes
 
 ParamsDict: TypeAlias = dict[str, Any]
 """The parameters of an equation, as `JaxprEqn.replace` takes them."""
@@ -50,16 +53,67 @@ def wants_precision(params: EqnParams) -> bool:
   return asked != "" or (result is not None and result != FLOAT32)
 
 
+class Asked(NamedTuple):
+  """The precision of matmuls for which the code names none."""
+
+  policy: MatmulPrecision | None = None  # by the policy
+  default: Any = None  # by `jax_default_matmul_precision`, as the parameter of a matmul
+  exact: bool = False  # whether others in float32 have the highest precision
+
+
+def in_precision(
+  primitive: Primitive, params: ParamsDict, dtypes: Iterable[DType | None], asked: Asked
+) -> ParamsDict:
+  """Returns the parameters of an equation, with a precision if it is a matmul without one.
+
+  `dtypes` are those of its operands.
+  """
+  # Only matmuls and convolutions have the parameter. It is None if the code names no precision.
+  if params.get("precision", 0) is not None or asked == Asked():
+    return params
+  dtypes = list(dtypes)
+  # JAX takes one precision for each operand, or one algorithm, which supports few dtypes.
+  if isinstance(asked.policy, Precision):
+    return {**params, "precision": (asked.policy, asked.policy)}
+  algorithm = asked.policy if primitive is dot_general_p else None
+  if algorithm is not None and all(takes(algorithm, dtype) for dtype in dtypes):
+    return {**params, "precision": algorithm}
+  # Operands in low precision, or in the format of a recipe, have no bits that it would save.
+  if asked.default is not None:
+    is_wide = all(dtype is not None and dtype.itemsize >= 4 for dtype in dtypes[:2])
+    return {**params, "precision": asked.default} if is_wide else params
+  is_float32 = asked.exact and all(dtype == FLOAT32 for dtype in dtypes[:2])
+  return {**params, "precision": (Precision.HIGHEST,) * 2} if is_float32 else params
+
+
+@cached_per_jaxpr
+def with_precision(program: Program, asked: Asked) -> Program | None:
+  """Returns a jaxpr whose matmuls have a precision, see `in_precision`; None if nothing changes.
+
+  It is for jaxprs that are not rewritten, such as those of a linear solve.
+  """
+  # The cache would keep a jaxpr alive that is its own result, so that is None.
+  eqns: list[JaxprEqn] = []
+  for eqn in opened(program).eqns:
+    params = with_each(eqn, lambda each: with_precision(each, asked) or each)
+    params = in_precision(eqn.primitive, params, map(dtype_of, eqn.invars), asked)
+    eqns.append(eqn if params is eqn.params else eqn.replace(params=params))
+  if all(new is eqn for eqn, new in zip(opened(program).eqns, eqns, strict=True)):
+    return None
+  new = with_equations(opened(program), eqns)
+  return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new
+
+
 # `jax_default_matmul_precision`.
 
 
 def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
   """Returns `jax.make_jaxpr(fun)` without `jax_default_matmul_precision`.
 
-  In the jaxpr, a matmul then has a precision only if the function asks for it. `in_default` gives
-  the setting back to matmuls that stay in float32.
+  In the jaxpr, a matmul then has a precision only if the function asks for it. The rewriter gives
+  the setting back to matmuls that stay in float32, from `Settings.default_precision`.
   """
-  if _default_precision() is None:
+  if default_precision() is None:
     return jax.make_jaxpr(fun)
 
   def trace(*args: PyTree) -> ClosedJaxpr:
@@ -67,9 +121,9 @@ def traced(fun: Function) -> Callable[..., ClosedJaxpr]:
       program = jax.make_jaxpr(fun)(*args)
     if not any(map(hides_matmul, walk(program))):
       return program
-    # `in_default` cannot change a matmul in an object of JAX, which would lose the setting. The
+    # The rewriter cannot change a matmul in an object of JAX, which would lose the setting. The
     # trace with the setting is right for it, and makes all other matmuls float32.
-    if asked_precision(_default_precision()):
+    if asked_precision(default_precision()):
       warnings.warn(_OBJECT, UserWarning, stacklevel=2)
     return jax.make_jaxpr(fun)(*args)
 
@@ -84,7 +138,7 @@ _OBJECT = (
 )
 
 
-def _default_precision() -> object:
+def default_precision() -> object:
   """Returns the parameter that `jax_default_matmul_precision` gives a matmul; None if unset."""
   if cast(Any, jax.config).jax_default_matmul_precision is None:
     return None
@@ -92,26 +146,3 @@ def _default_precision() -> object:
   # Only a trace shows which.
   number = jax.ShapeDtypeStruct((1,), np.float32)
   return jax.make_jaxpr(jnp.dot)(number, number).eqns[-1].params["precision"]
-
-
-def in_default(jaxpr: Jaxpr) -> Jaxpr:
-  """Returns a rewritten jaxpr with `jax_default_matmul_precision` at its float32 matmuls."""
-  precision = _default_precision()
-  return jaxpr if precision is None else cast(Jaxpr, _in_precision(jaxpr, precision) or jaxpr)
-
-
-@cached_per_jaxpr
-def _in_precision(program: Program, precision: object) -> Program | None:
-  """Returns a jaxpr with a precision; None if nothing changes."""
-  # The cache would keep a jaxpr alive that is its own result, so that is None.
-  eqns = opened(program).eqns
-  params = [with_each(eqn, lambda each: _in_precision(each, precision) or each) for eqn in eqns]
-  for i, eqn in enumerate(eqns):
-    # Operands in low precision, or in the format of a recipe, are left out.
-    if eqn.params.get("precision", 0) is None and aval_of(eqn.invars[0]).dtype.itemsize >= 4:
-      params[i] = {**params[i], "precision": precision}
-  if all(new is eqn.params for eqn, new in zip(eqns, params, strict=True)):
-    return None
-  eqns = [eqn.replace(params=new) for eqn, new in zip(eqns, params, strict=True)]
-  new = with_equations(opened(program), eqns)
-  return ClosedJaxpr(new, program.consts) if isinstance(program, ClosedJaxpr) else new

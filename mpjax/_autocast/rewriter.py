@@ -6,8 +6,6 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import dot_general_p
-from jax.lax import Precision
 
 from mpjax._autocast.consumers import flags_of
 from mpjax._autocast.kinds import (
@@ -19,7 +17,7 @@ from mpjax._autocast.kinds import (
   kind_of_input,
   numbers_of,
 )
-from mpjax._autocast.precision import ParamsDict
+from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
 from mpjax._autocast.scopes import REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._autocast.values import FloatValue
@@ -27,7 +25,7 @@ from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import NOT_IN, PREFIX, Source
 from mpjax._jaxpr.op_lists import part_of
-from mpjax._jaxpr.primitives import facts_of
+from mpjax._jaxpr.primitives import AS_TRACED, facts_of
 from mpjax._jaxpr.reader import (
   Atom,
   Inner,
@@ -40,9 +38,9 @@ from mpjax._jaxpr.reader import (
   literal_as,
   retyped,
   warn_not_entered,
+  with_each,
 )
 from mpjax._policy.active import AUDIT
-from mpjax._policy.dtypes import takes
 
 
 class Rewritten(NamedTuple):
@@ -218,7 +216,11 @@ class Rewriter:
     low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
     kinds: dict[DType | None, Kind] = {dtype: Kind(low, dtype) for dtype in FLOATS}
     kinds[FLOAT32] = Kind(role, FLOAT32)
-    self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars])
+    # The jaxprs of a linear solve are in float32 by a rule of mpjax. Kernels are the user's.
+    is_kept = facts_of(eqn).holds in AS_TRACED
+    asked = scope_policy.asked if is_kept else Asked(default=self.settings.default_precision)
+    params = with_each(eqn, lambda each: with_precision(each, asked) or each)
+    self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars], params)
 
   def _role_of_operands(self, eqn: JaxprEqn) -> Role:
     """Returns the largest role of the operands; without floating operands, number or input."""
@@ -229,16 +231,8 @@ class Rewriter:
   def precise(
     self, eqn: JaxprEqn, params: ParamsDict, dtypes: Iterable[DType | None]
   ) -> ParamsDict:
-    """Returns parameters with the precision of the policy, if a matmul has none."""
-    # Only matmuls and convolutions have the parameter. It is None if the user has set none.
-    policy = self.scope_policy(eqn).policy if params.get("precision", 0) is None else None
-    if policy is None or (asked := policy.precision) is None:
-      return params
-    # JAX takes one precision for each operand, or one algorithm, which supports few dtypes.
-    if isinstance(asked, Precision):
-      return {**params, "precision": (asked, asked)}
-    takes_it = eqn.primitive is dot_general_p and all(takes(asked, dtype) for dtype in dtypes)
-    return {**params, "precision": asked} if takes_it else params
+    """Returns parameters with the precision of the scope, if a matmul has none."""
+    return in_precision(eqn.primitive, params, dtypes, self.scope_policy(eqn).asked)
 
   # Names for audits and profiles.
 

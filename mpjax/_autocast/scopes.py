@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.kinds import FLOATS
+from mpjax._autocast.precision import Asked
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.trees import mapped
 from mpjax._core.types import FLOAT32, HALVES, DType, PyTree
@@ -105,6 +106,7 @@ class ScopePolicy(NamedTuple):
   compute_dtype: DType | None  # the compute dtype of the policy, if it is low precision
   as_written: bool  # whether the user asked for float32 here, so that results are inputs
   as_given: bool  # whether this is a layer such as dropout, which no consumer widens
+  asked: Asked  # the precision of matmuls for which the code names none
   ends: DType | None  # the dtype in the mark of an end, if the innermost scope is one
   ends_policy: bool  # whether that mark is the end of a policy, not of a layer
   # The names that matter for inner jaxprs. Other names would split caches.
@@ -115,9 +117,15 @@ class ScopePolicy(NamedTuple):
 def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
   """Returns the policy of a scope."""
   region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
+  around = _innermost_policy(scope, region, settings)
   full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
-  policy = None if full else _innermost_policy(scope, region, settings)
-  low = policy is not None and policy.compute_dtype in HALVES
+  policy = None if full else around
+  is_mixed = around is not None and around.compute_dtype in HALVES
+  low = is_mixed and not full
+  # GPUs and TPUs multiply float32 in TF32 or bfloat16 unless a precision is asked for. The policy
+  # keeps a matmul in float32 to protect it, so it asks. A float32 policy is JAX's float32.
+  named = around if is_mixed else policy  # `full_precision` keeps out what a float32 policy asks
+  asked = Asked(None if named is None else named.precision, settings.default_precision, is_mixed)
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.
   is_exempt = region is None or region.startswith(REGION + AS_IT_IS)
@@ -137,6 +145,7 @@ def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
     compute_dtype=policy.compute_dtype if policy is not None and low else None,
     as_written=full or (not low and is_exempt),
     as_given=AS_GIVEN in scope,
+    asked=asked,
     ends=ends,
     ends_policy=ends_policy,
     inside=inside,

@@ -1,7 +1,7 @@
 """Settings of the rewriter."""
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._policy.policy import Policy
@@ -19,6 +19,8 @@ class Settings:
   ops: OpLists  # the list of each primitive
   rules: tuple[Rule, ...] = ()  # of `autocast`, for named scopes; modules have marks instead
   in_derivative: bool = False  # in a derivative rule, where no matmul runs in float8
+  # The parameter that `jax_default_matmul_precision` gives a matmul; None if it is unset.
+  default_precision: Any = None
   # Whether modules of a framework are called. Their parameters are known, so other arguments and
   # closed-over arrays are inputs. In an `autocast` function these are parameters.
   modules: bool = False

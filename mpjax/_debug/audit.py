@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import Precision
 
+from mpjax._autocast.precision import asked_precision
 from mpjax._core.errors import MpjaxAssertionError, check_call
-from mpjax._core.types import Args, Function, Kwargs, Leaf, P, is_low_precision
+from mpjax._core.types import FLOAT32, Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
 from mpjax._debug.audit_tables import (
   asked_recipes,
@@ -28,9 +30,10 @@ from mpjax._debug.not_entered import UNKNOWN, find_kernels, is_unknown_in_float3
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._debug.risks import Risk, risk_lines, risks_of
 from mpjax._jaxpr.graph import Graph, Operation
-from mpjax._jaxpr.locations import Direction
+from mpjax._jaxpr.locations import NOT_IN, Direction
 from mpjax._jaxpr.reader import is_object, warn_not_entered
-from mpjax._policy.active import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT, FULL_PRECISION, AuditRecord
+from mpjax._policy.policy import EXACT_FLOAT32
 from mpjax._policy.rules import Rule
 
 _TABLES = {
@@ -49,6 +52,9 @@ _LOW = (*_8_BIT, *_16_BIT)
 
 _MOST_DTYPES = 2
 """The most dtypes of a cell."""
+
+_COSTLY = 0.05
+"""The share of the FLOPs above which a note names the matmuls that a policy keeps in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -485,6 +491,33 @@ def _notes(
       "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "
       "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
     )
+  total, by_default = sum(flops.values()), 0
+  kept = collections.Counter[tuple[str, str]]()
+  for operation, dtype, count in graph.matmuls():
+    asked = asked_precision(operation.eqn.params.get("precision", Precision.HIGHEST))
+    if dtype == FLOAT32 and not asked:
+      by_default += count
+    # The rewriter marks the matmuls that it keeps in float32 with the reason.
+    reason = operation.where.marked(NOT_IN["low"])
+    if reason is None and FULL_PRECISION in operation.where.scopes:
+      reason = "it is inside mpjax.full_precision"
+    if dtype == FLOAT32 and asked == "highest" and reason is not None:
+      kept[operation.where.path, reason] += count
+  if by_default:
+    yield (
+      f"{percent(by_default / total)} of the matmuls' FLOPs are in float32 of default precision: "
+      "TF32 on GPUs since Ampere, one bfloat16 pass on TPUs. The policy "
+      f'"{EXACT_FLOAT32}" and precision="highest" multiply float32 as float32.'
+    )
+  # Without low precision nothing is kept from it.
+  is_mixed = any(is_low_precision(jnp.dtype(dtype)) for _, dtype in flops)
+  for (path, reason), count in kept.items() if is_mixed else ():
+    if count > _COSTLY * total:
+      yield (
+        f"{path or 'A matmul'}: {percent(count / total)} of the matmuls' FLOPs are in float32 of "
+        f"the highest precision, because {reason}. A policy with "
+        'precision="default" multiplies them in TF32 or bfloat16.'
+      )
   # A jaxpr does not say how often a `while` runs, or which branch.
   if not all(operation.step.certain for operation, *_ in graph.matmuls()):
     yield "A while loop counts as one iteration, and each branch of a cond as taken."

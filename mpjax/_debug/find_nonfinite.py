@@ -29,6 +29,7 @@ from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
 from mpjax._jaxpr.steps import Step, body_of
 from mpjax._optim.find_scale import scales_in
+from mpjax._policy.policy import EXACT_FLOAT32
 from mpjax._policy.rules import Rule
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
@@ -271,7 +272,7 @@ class Finder:
       return f"mpjax.full_precision(fn)(x)  # for the code of {source},"
     if not path:
       return "a jax.named_scope here and a Rule with its path  #"
-    rule = Rule("float32", path=selector(module or path, rule_paths_of(self.graph)))
+    rule = Rule(EXACT_FLOAT32, path=selector(module or path, rule_paths_of(self.graph)))
     return f"{rule}  #"
 
 

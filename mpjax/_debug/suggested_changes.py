@@ -10,6 +10,7 @@ from mpjax._core.errors import MpjaxValueError
 from mpjax._jaxpr.compat import frames_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
+from mpjax._policy.policy import EXACT_FLOAT32
 from mpjax._policy.rules import Rule
 
 _LAYERS = ("/flax/linen/", "/flax/nnx/")
@@ -39,7 +40,7 @@ def cure_of(operation: Operation) -> str:
   path = module_of(operation)
   source = operation.where.source
   if path is not None and (source is None or _is_in_layer(operation)):
-    return repr(rule_of("float32", path or "**"))
+    return repr(rule_of(EXACT_FLOAT32, path or "**"))
   return wrapped_in_full_precision(source)
 
 

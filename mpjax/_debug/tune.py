@@ -71,7 +71,7 @@ def tune(
   >>> report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(w, x)
   tune: 3 modules, at most 18 measurements
   >>> report.rules
-  (mpjax.Rule("float32", path="**/hot"),)
+  (mpjax.Rule("float32_highest", path="**/hot"),)
   >>> report.headroom > 8
   True
   """

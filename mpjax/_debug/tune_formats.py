@@ -7,9 +7,9 @@ from mpjax._core.types import HALF_NAMES, DType
 from mpjax._debug.tune_report import Evaluation, compute_dtype_of, format_of_policy
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import EMULATED, RECIPE
-from mpjax._policy.policy import Policy
+from mpjax._policy.policy import EXACT_FLOAT32, Policy
 
-FLOAT32_POLICY = Policy.parse("float32")
+FLOAT32_POLICY = Policy.parse(EXACT_FLOAT32)
 """The policy of modules that no low precision is good enough for."""
 
 WIDE_FORMATS = ("float32", "float64")

@@ -25,6 +25,7 @@ _ALL_IN_ONE = ("float32", "float64", *HALF_NAMES)
 
 _PRESETS = {
   **{name: f"params={name},compute={name},output={name}" for name in _ALL_IN_ONE},
+  "float32_highest": "params=float32,compute=float32,output=float32,precision=highest",
   "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
   "mixed_float16": "params=float32,compute=float16,output=float32",
   **{
@@ -33,6 +34,9 @@ _PRESETS = {
   },
 }
 """Presets by name, as `str` writes policies. Mixed ones output float32, as the loss needs it."""
+
+EXACT_FLOAT32 = "float32_highest"
+"""The preset of modules that need float32. GPUs and TPUs multiply "float32" in fewer bits."""
 
 _MIXED = {name: f"mixed_{name}" for name in HALF_NAMES}
 """What the name of a 16-bit dtype stands for if it is not a preset, such as "bf16"."""
@@ -124,11 +128,12 @@ class Policy:
 
     Args:
       policy: a preset or dtypes by key. Presets with one dtype for all are "float32", "float64",
-        "bfloat16" and "float16". Presets with float32 parameters and output are "mixed_bfloat16",
-        "mixed_float16" ("bf16", "fp16" and "half" are short for them). "mixed_float8",
-        "mixed_mxfp8", "mixed_nvfp4" and "mixed_int8" are "mixed_bfloat16" with matmuls in a format.
-        Dtypes by key are "params=float32,compute=float16" or "c=f16". Other keys are weight_grad=,
-        precision= and matmul=.
+        "bfloat16" and "float16". "float32_highest" is "float32" with precision="highest", since
+        GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. Presets with float32
+        parameters and output are "mixed_bfloat16", "mixed_float16" ("bf16", "fp16" and "half" are
+        short for them). "mixed_float8", "mixed_mxfp8", "mixed_nvfp4" and "mixed_int8" are
+        "mixed_bfloat16" with matmuls in a format. Dtypes by key are "params=f32,compute=float16" or
+        "c=f16". Other keys are weight_grad=, precision= and matmul=.
 
     Returns:
       The policy.

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import mpjax
-from mpjax._autocast.precision import in_default, wants_precision
+from mpjax._autocast.precision import Asked, wants_precision, with_precision
 from mpjax._jaxpr.reader import hides_matmul, walk
 from tests import programs
 
@@ -59,7 +59,7 @@ def test_a_setting_for_the_whole_process_does_not_switch_autocast_off(name, sett
     ops = mpjax.OpLists().replace(float32=[name])
     assert matmuls(mpjax.autocast(fun, ops=ops), X) == [("float32", asked)]
   assert matmuls(mpjax.autocast(fun), X) == [("bfloat16", None)]
-  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", None)]
+  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), X) == [("float32", (HIGHEST, HIGHEST))]
 
 
 def linear_call(a, b):
@@ -95,8 +95,9 @@ def test_jaxprs_that_are_not_entered_have_the_setting_for_the_whole_process(name
     assert plain == left
     assert {each for each in found if each[0] == "float32"} == set(plain)
     assert (("bfloat16", None) in found) == (name == "custom_linear_solve")
-  # Without a setting nothing is written anew.
-  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), *args) == matmuls(fun, *args)
+  # Without a setting they are float32 as everything that a policy keeps in it.
+  kept = [(dtype, (HIGHEST, HIGHEST)) for dtype, _ in matmuls(fun, *args)]
+  assert matmuls(mpjax.autocast(mpjax.full_precision(fun)), *args) == kept
 
 
 def root(a, b):
@@ -166,7 +167,68 @@ def test_a_remat_that_saves_low_precision_has_the_setting_for_the_whole_process(
     found = matmuls(grad, X, X)
   # In the forward pass, and in the backward pass, where it is computed again.
   assert {asked for dtype, asked in found if dtype == "float32"} == {(HIGHEST, HIGHEST)}
-  assert {asked for _, asked in matmuls(grad, X, X)} == {None}
+  kept = {asked for dtype, asked in matmuls(grad, X, X) if dtype == "float32"}
+  assert kept == {(HIGHEST, HIGHEST)}
+
+
+# Matmuls that a policy keeps in float32.
+
+KEPT = {
+  # name: a function of a parameter and an input
+  "of inputs": lambda w, x: x @ x.T,
+  "few products of an input": lambda w, x: x[:, :3] @ w[:3],
+  "without a free axis": lambda w, x: jnp.vdot(x @ w, x @ w),
+  "full_precision": mpjax.full_precision(lambda w, x: x @ w),
+  "convolution": mpjax.full_precision(
+    lambda w, x: lax.conv(x[None, None], w[None, None], (1, 1), "SAME")
+  ),
+  "linear solve": lambda w, x: jax.scipy.sparse.linalg.cg(lambda y: w @ y, x[0], maxiter=2)[0],
+  "jit inside": mpjax.full_precision(jax.jit(lambda w, x: x @ w)),
+  "outer product": lambda w, x: jnp.exp(jnp.einsum("i,j->ij", x[0], w[0])),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_matmul_has_the_highest_precision_forward_and_backward(name):
+  def loss(w, x):
+    return jnp.sum(KEPT[name](w, x))
+
+  cast = mpjax.autocast(loss, data_argnums=1)
+  found = matmuls(jax.grad(cast, (0, 1)), X, X)
+  assert {asked for dtype, asked in found if dtype == "float32"} == {(HIGHEST, HIGHEST)}
+  assert {asked for dtype, asked in found if dtype != "float32"} <= {None}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_rewritten_twice_is_rewritten_once(name):
+  once = mpjax.autocast(KEPT[name], data_argnums=1)
+  twice = mpjax.autocast(once, data_argnums=1)
+  assert str(jax.make_jaxpr(twice)(X, X)) == str(jax.make_jaxpr(once)(X, X))
+
+
+def test_a_precision_that_code_or_policy_names_is_kept():
+  default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+
+  def in_code(w, x):
+    return jnp.dot(x, x, precision="default")
+
+  assert matmuls(mpjax.autocast(in_code, data_argnums=1), X, X) == [("float32", default)]
+  policy = mpjax.Policy(compute_dtype="bfloat16", precision="default")
+  for name in ("of inputs", "full_precision"):
+    cast = mpjax.autocast(KEPT[name], policy, data_argnums=1)
+    assert matmuls(cast, X, X) == [("float32", default)]
+
+
+def test_a_float32_policy_or_rule_is_the_float32_of_jax():
+  def fun(w, x):
+    with jax.named_scope("head"):
+      return x @ w
+
+  rule = mpjax.Rule("float32", path="head")
+  assert matmuls(mpjax.autocast(fun, rules=[rule]), X, X) == [("float32", None)]
+  assert matmuls(mpjax.autocast(fun, "float32"), X, X) == [("float32", None)]
+  exact = mpjax.Rule("float32_highest", path="head")
+  assert matmuls(mpjax.autocast(fun, rules=[exact]), X, X) == [("float32", (HIGHEST, HIGHEST))]
 
 
 def test_a_multiplication_that_names_its_dtype_is_the_users_choice():
@@ -185,8 +247,7 @@ def test_a_jaxpr_in_which_a_precision_changes_nothing_is_not_kept(collect):
   # What is kept for a program is kept as long as the program is: it may not be the program.
   jaxpr = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).jaxpr
   inner = weakref.ref(jaxpr.eqns[0].params["jaxpr"])
-  with jax.default_matmul_precision("highest"):
-    assert in_default(jaxpr) is jaxpr
+  assert with_precision(jaxpr, Asked(exact=True)) is None
   del jaxpr
   jax.clear_caches()
   collect()

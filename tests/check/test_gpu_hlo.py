@@ -324,3 +324,17 @@ def test_recorded_ratios_are_within_the_bounds():
         versions = results["models"][model]["versions"]
         for key, ratio in most.items():
           assert versions[name][key] <= ratio * versions["policy"][key], (folder, model, name, key)
+
+
+@pytest.mark.gpu_compiler
+def test_float32_matmuls_of_a_policy_are_not_tf32_on_an_h200(gpu_hlo, h200):
+  @functools.partial(mpjax.autocast, data_argnums=1)
+  def loss(w, x):
+    kept = mpjax.full_precision(lambda h: h @ h.T)(x @ w)
+    return jnp.sum(jnp.sin(x[:, :3] @ w[:3]) @ w) + jnp.sum(kept)
+
+  args = gpu_hlo.aot.placed((jnp.ones((128, 128)),) * 2, SingleDeviceSharding(h200))
+  compiled = jax.jit(jax.grad(loss)).lower(*args).compile(gpu_hlo.OPTIONS)
+  program = gpu_hlo.hlo.parse(compiled.as_text())
+  assert program.products(highest=True) == {"f32": program.products()["f32"]}
+  assert program.products().keys() == {"f32", "bf16"}

@@ -1,11 +1,14 @@
 """Counting what a TPU would run, the scripts that compile for one, and what they have recorded."""
 
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+import mpjax
 from tests.scripts import benchmark
 
 pytestmark = pytest.mark.standard_promotion("dtypes")
@@ -85,6 +88,25 @@ def test_a_policy_is_by_hand_on_a_v5e(tpu_hlo, no_cache):
   (by_hand, _), (policy, _) = both
   assert by_hand["products"] == policy["products"] == {"bf16": 11}
   assert policy["traffic_bytes"] <= 1.01 * by_hand["traffic_bytes"]
+
+
+def test_float32_matmuls_of_a_policy_are_float32_on_a_v5e(tpu_hlo, hlo, no_cache):
+  try:
+    device = tpu_hlo.devices("v5e:2x2")[0]
+  except RuntimeError as error:
+    pytest.skip(str(error))
+
+  @functools.partial(mpjax.autocast, data_argnums=1)
+  def loss(w, x):
+    kept = mpjax.full_precision(lambda h: h @ h.T)(x @ w)
+    return jnp.sum(jnp.sin(x[:, :3] @ w[:3]) @ w) + jnp.sum(kept)
+
+  args = tpu_hlo.aot.placed((jnp.ones((128, 128)),) * 2, SingleDeviceSharding(device))
+  program = hlo.parse(jax.jit(jax.grad(loss)).lower(*args).compile().as_text())
+  every, exact = program.products(), program.products(highest=True)
+  assert exact["f32"] == every["f32"] > 0
+  # Fusions of a TPU multiply a float32 gradient by a low-precision operand.
+  assert {*every} - {*exact} <= {"bf16", "f32 x bf16", "bf16 x f32"}
 
 
 HEAD = (4 - 2) * 1024 * 32_000

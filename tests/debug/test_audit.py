@@ -86,9 +86,40 @@ def test_branches_and_while_loops_are_said_to_be_uncertain():
     return jax.lax.while_loop(lambda c: c[1] > 0, lambda c: (c[0] @ c[0], c[1] - 1), (x, n))[0]
 
   audit = mpjax.audit(fn)(s(8, 8), s(dtype=jnp.int32))
-  assert len(audit.notes) == 1
+  in_float32, uncertain = audit.notes
+  assert "float32 of default precision" in in_float32
+  assert "counts as one iteration" in uncertain
   assert sum(audit.flops.values()) == 2 * 8**3
   assert "while loop counts as one iteration" in str(audit)
+
+
+def test_float32_matmuls_of_default_precision_are_told_with_their_share():
+  def fn(w, x):
+    return jnp.dot(x, w, precision="highest") @ w
+
+  (note,) = mpjax.audit(fn)(s(8, 8), s(8, 8)).notes
+  assert "50.0 % of the matmuls' FLOPs are in float32 of default precision: TF32" in note
+  assert "float32_highest" in note
+  exact = mpjax.autocast(fn, "float32_highest")
+  assert mpjax.audit(exact)(s(8, 8), s(8, 8)).notes == ()
+
+
+@pytest.mark.parametrize(("size", "named"), [(8, True), (256, False)])
+def test_a_costly_matmul_that_a_policy_keeps_in_float32_is_named(size, named):
+  def fn(w, x):
+    with jax.named_scope("pairs"):
+      kept = x @ x.T
+    return (kept @ w).sum()
+
+  # Of the FLOPs, x @ x.T has 8 / (8 + size).
+  cast = mpjax.autocast(fn, data_argnums=1)
+  notes = mpjax.audit(cast)(s(8, size), s(8, 8)).notes
+  share = 8 / (8 + size)
+  expected = f"pairs: {100 * share:.1f} % of the matmuls' FLOPs are in float32 of the highest"
+  assert any(note.startswith(expected) for note in notes) == named == (share > 0.05)
+  asked = mpjax.Policy(compute_dtype="bfloat16", precision="default")
+  notes = mpjax.audit(mpjax.autocast(fn, asked, data_argnums=1))(s(8, size), s(8, 8)).notes
+  assert not any("highest precision, because" in note for note in notes)
 
 
 class Net(nn.Module):

@@ -282,5 +282,5 @@ def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
   line = found().cure.partition("  #")[0]
   rule = eval(line, {"mpjax": mpjax, "re": re})
   assert path in line
-  assert rule.policy == mpjax.Policy.parse("float32")
+  assert rule.policy == mpjax.Policy.parse("float32_highest")
   assert not found(rule)

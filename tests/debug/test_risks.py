@@ -94,7 +94,7 @@ def test_24_layers_are_one_row_whose_rule_cures_all():
   assert "Rotated_*/Dense_0 (24) · angle · test_risks.py:" in text
   assert max(map(len, text.splitlines())) <= 80
   (cure,) = re.findall(r"mpjax\.Rule\(.*\)", text)
-  assert cure == 'mpjax.Rule("float32", path="Rotated_*/Dense_0")'
+  assert cure == 'mpjax.Rule("float32_highest", path="Rotated_*/Dense_0")'
   model = mpjax.with_policy(Stack(), "mixed_bfloat16", [eval(cure)])
   assert mpjax.audit(model.apply)(variables, INPUT).risks == ()
 

@@ -12,7 +12,7 @@ from tests import programs
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
 HALF16 = mpjax.Policy.parse("mixed_float16")
-WIDE = mpjax.Policy.parse("float32")
+WIDE = mpjax.Policy.parse("float32_highest")
 
 DOT = "dot_general"
 
