@@ -16,7 +16,7 @@ import jax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from mpjax._autocast.consumers import Flag
+from mpjax._autocast.consumers import Flag, Flags
 from mpjax._autocast.kinds import Kind, Role
 from mpjax._autocast.operations import operation
 from mpjax._autocast.rewriter import Rewriter
@@ -170,7 +170,7 @@ def write_activation(rewriter: Rewriter, function: Activation) -> bool:
     or value.kind.role != Role.ACTIVATION
   ):
     return False
-  flags = tuple(rewriter.flags.get(v, 0) for v in function.outs)
+  flags = tuple(map(rewriter.flags_at, function.outs))
   computed, kinds = _by_the_rules(rewriter, function, value.kind)
   # A float32 operand has float32 gradients, which are summed in float32.
   dtype = FLOAT32 if any(kind.dtype == FLOAT32 for kind in kinds) else value.kind.dtype
@@ -191,10 +191,11 @@ def _by_the_rules(
   jaxpr = jaxpr_of(function.eqns, [function.root], function.outs)
   no_flags = (0,) * len(function.outs)
   inner = Rewriter(
-    jaxpr, rewriter.settings, rewriter.scope_policy.scope, no_flags, rewriter.rewrite
+    jaxpr, rewriter.settings, rewriter.scope_policy.scope, no_flags, (), rewriter.rewrite
   )
   # Consumers outside the function count too.
-  inner.flags = rewriter.flags
+  results = [v for eqn in function.eqns for v in eqn.outvars]
+  inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {})
   # A low-precision root keeps its kind, so that the rules decide as without this equation. Its
   # variable is float32, since the equation casts the operand.
   root = inner.define(function.root, kind._replace(variable=FLOAT32))

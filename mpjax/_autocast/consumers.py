@@ -1,4 +1,4 @@
-"""Describe the consumers of each value of a jaxpr by four flags.
+"""Describe the consumers of each value of a jaxpr by flags.
 
 One backward walk finds the flags before any equation is written. They pass from a result to its
 operands through arithmetic and moves. A matmul, the end of a Flax layer and the user's cast to low
@@ -8,20 +8,30 @@ A flag can only widen an operation.
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
 
 from mpjax._autocast.kinds import FLOATS
+from mpjax._autocast.origins import (
+  Origin,
+  Origins,
+  adds_arrays,
+  has_one_product,
+  is_array,
+  of_atoms,
+  origins_inside,
+  origins_of,
+)
 from mpjax._autocast.precision import wants_precision
-from mpjax._autocast.scopes import ScopePolicy, policy_at, scope_of
+from mpjax._autocast.scopes import ScopePolicies, ScopePolicy
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
-from mpjax._jaxpr.compat import NameStack
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import AS_TRACED, OUTER_PRODUCT, Row, facts_of, is_higher_order
-from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs, shape_of
+from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs
 
 
 class Flag:
@@ -41,45 +51,54 @@ class Flag:
   # A consumer is a float32 result of the policy, perhaps after moves and the addition of a bias.
   # It widens every operation, and a matmul returns its float32 sum.
   OUTPUT = 8
+  # A consumer is the sum of an array and a product, perhaps after arithmetic and moves. It is
+  # `FLOAT32` if the array is float32, and widens nothing otherwise.
+  GATED = 16
 
 
-class ScopePolicies:
-  """The scope of each equation of a jaxpr, below the scope of the jaxpr."""
+class Flags(NamedTuple):
+  """What is known of the consumers of the variables of a jaxpr."""
 
-  def __init__(self, settings: Settings, scope: Scope) -> None:
-    self.settings, self.scope = settings, scope
-    self._by_stack: dict[int, tuple[NameStack, ScopePolicy]] = {}
-
-  def __call__(self, eqn: JaxprEqn) -> ScopePolicy:
-    """Returns the scope of an equation with its policy."""
-    stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
-    if id(stack) not in self._by_stack:
-      self._by_stack[id(stack)] = stack, policy_at(self.scope + scope_of(stack), self.settings)
-    return self._by_stack[id(stack)][1]
+  of: Mapping[Atom, int]  # the flags of each variable
+  addends: Mapping[Atom, tuple[Atom, ...]]  # the arrays to which values with `GATED` are added
 
 
 @cached_per_jaxpr
 def flags_of(
-  jaxpr: Jaxpr, outs: tuple[int, ...], settings: Settings, scope: Scope
-) -> tuple[Mapping[Atom, int], ScopePolicies]:
-  """Returns the flags of each variable, and the policies; `outs` are the flags of each result."""
-  flags, scope_policies = dict[Atom, int](), ScopePolicies(settings, scope)
+  jaxpr: Jaxpr, outs: tuple[int, ...], ins: Origins, settings: Settings, scope: Scope
+) -> tuple[Flags, ScopePolicies]:
+  """Returns the flags of each variable, and the policies.
 
-  def note(atoms: Sequence[Atom], each: Iterable[int]) -> None:
+  `outs` are the flags of each result, and `ins` the origins of the arguments.
+  """
+  flags, addends = dict[Atom, int](), dict[Atom, tuple[Atom, ...]]()
+  scope_policies = ScopePolicies(settings, scope)
+  origins = origins_of(jaxpr, ins, settings, scope).of
+
+  def note(atoms: Sequence[Atom], each: Iterable[int], added: Sequence[Iterable[Atom]]) -> None:
     # Flags are only added, so another consumer never lowers a precision.
-    for atom, new in zip(atoms, each, strict=True):
+    for atom, new, arrays in zip(atoms, each, added, strict=True):
       if new and not isinstance(atom, Literal):
         flags[atom] = flags.get(atom, 0) | new
+        if new & Flag.GATED:
+          addends[atom] = tuple(dict.fromkeys((*addends.get(atom, ()), *arrays)))
 
-  note(jaxpr.outvars, outs)
+  note(jaxpr.outvars, outs, [()] * len(jaxpr.outvars))
   # Backwards: the flags of a result are complete when the equation that computes it is reached.
   for eqn in reversed(jaxpr.eqns):
     results = tuple([flags.get(v, 0) for v in eqn.outvars])
+    behind = tuple(x for v in eqn.outvars for x in addends.get(v, ()))
+    operands = of_atoms(eqn.invars, origins)
     if is_higher_order(eqn):
-      note(eqn.invars, _of_call(eqn, results, scope_policies))
-    else:
-      note(eqn.invars, [_of_operation(eqn, results, scope_policies)] * len(eqn.invars))
-  return flags, scope_policies
+      note(eqn.invars, *_of_call(eqn, results, behind, operands, scope_policies))
+      continue
+    each, added = _of_operation(eqn, results, scope_policies), [behind] * len(eqn.invars)
+    # In `x + gate * y` the sum rounds `x`, unless it is float32.
+    if each & Flag.SUM and adds_arrays(eqn) and has_one_product(operands):
+      each = each & ~Flag.SUM | Flag.GATED
+      added = [(*behind, *others) for others in (eqn.invars[1:], eqn.invars[:1])]
+    note(eqn.invars, [each] * len(eqn.invars), added)
+  return Flags(flags, addends), scope_policies
 
 
 def flags_of_result(dtype: DType | None, *, output: bool) -> int:
@@ -144,7 +163,7 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
     return _own_flags(facts) | passed | (Flag.FLOAT32 if widened else 0)
   # A float32 result of the policy widens this operation, so it is a consumer in float32. Only the
   # addition of a bias passes OUTPUT on: the matmul before it then returns its float32 sum.
-  passes = facts.gradient == "added" and not all(map(_is_array, eqn.invars))
+  passes = facts.gradient == "added" and not all(map(is_array, eqn.invars))
   return behind & ~(0 if passes else Flag.OUTPUT) | Flag.FLOAT32 | _own_flags(facts)
 
 
@@ -158,41 +177,44 @@ def _own_flags(facts: Row) -> int:
   return Flag.PRODUCT if facts.role == "product" else 0
 
 
-def adds_arrays(eqn: JaxprEqn) -> bool:
-  """Whether an operation adds two arrays, as in a residual sum; a bias is not an array."""
-  return facts_of(eqn).folds is operator.add and all(map(_is_array, eqn.invars))
+def _of_call(
+  eqn: JaxprEqn,
+  outs: tuple[int, ...],
+  behind: tuple[Atom, ...],
+  operands: Sequence[Origin],
+  scope_policies: ScopePolicies,
+) -> tuple[Sequence[int], Sequence[Iterable[Atom]]]:
+  """Returns the flags that an equation with inner jaxprs gives each operand, and its addends.
 
-
-def _is_array(atom: Atom) -> bool:
-  """Whether more than one axis is longer than 1."""
-  # `!=` also works for the symbolic sizes of an exported function.
-  return sum(size != 1 for size in shape_of(atom)) > 1
-
-
-def _of_call(eqn: JaxprEqn, outs: tuple[int, ...], scope_policies: ScopePolicies) -> Sequence[int]:
-  """Returns the flags that an equation with inner jaxprs gives each operand."""
-  inners = inner_jaxprs(eqn)
+  `behind` are the addends of the results.
+  """
+  inners, count = inner_jaxprs(eqn), len(eqn.invars)
   # An equation that is not entered reads its operands in the dtypes of the trace.
   if (
     facts_of(eqn).holds in AS_TRACED
     or not inners
     or any(inner.operands is None for inner in inners)
   ):
-    return (Flag.FLOAT32,) * len(eqn.invars)
-  each, inside = [0] * len(eqn.invars), (scope_policies.settings, scope_policies(eqn).inside)
+    return (Flag.FLOAT32,) * count, [()] * count
+  each, added = [0] * count, [behind] * count
+  inside = scope_policies.settings, scope_policies(eqn).inside
   for inner in inners:
     # The condition of a `while` returns a boolean, which has no flags.
     results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)
+    ins = origins_inside(operands, inner, *inside)
     if inner.carry:
-      results = flags_of_loop(inner, results, *inside)
-    flags, _ = flags_of(inner.jaxpr, results, *inside)
-    for i, var in zip(inner.operands or (), inner.jaxpr.invars, strict=True):
-      each[i] |= flags.get(var, 0)
-  return each
+      results = flags_of_loop(inner, results, ins, *inside)
+    flags, _ = flags_of(inner.jaxpr, results, ins, *inside)
+    outside = dict(zip(inner.jaxpr.invars, inner.operands or (), strict=True))
+    for var, i in outside.items():
+      each[i] |= flags.of.get(var, 0)
+      arrays = (x for x in flags.addends.get(var, ()) if x in outside)
+      added[i] = (*added[i], *(eqn.invars[outside[x]] for x in arrays))
+  return each, added
 
 
 def flags_of_loop(
-  body: Inner, outs: tuple[int, ...], settings: Settings, scope: Scope
+  body: Inner, outs: tuple[int, ...], ins: Origins, settings: Settings, scope: Scope
 ) -> tuple[int, ...]:
   """Returns the flags of the results of a loop's body; the next iteration is a consumer too."""
   count = len(body.carry)
@@ -201,8 +223,8 @@ def flags_of_loop(
   # A fixed point: the flags with which the body reads a carry are also flags of the result that
   # becomes this carry. Flags are only added, so the loop ends.
   while True:
-    flags, _ = flags_of(body.jaxpr, outs, settings, scope)
-    back = [flags.get(v, 0) for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
+    flags, _ = flags_of(body.jaxpr, outs, ins, settings, scope)
+    back = [flags.of.get(v, 0) for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
     again = tuple(a | b for a, b in zip(outs, back, strict=False)) + outs[count:]
     if again == outs:
       return outs

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mpjax._autocast.consumers import flags_of_loop
 from mpjax._autocast.kinds import Kind, Role, fits, joined, kinds_of_constants, united
 from mpjax._autocast.linear_algebra import warn_of_linear_algebra
+from mpjax._autocast.origins import of_atoms, origins_inside
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.primitives import Holds, facts_of
@@ -59,9 +60,13 @@ def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   *tests, body = inners  # A `while` has one test, a `scan` none.
   atoms, kinds = operands_of(rewriter, eqn)
   scope_policy = rewriter.scope_policy(eqn)
+  inside = rewriter.settings, scope_policy.inside
   # The next iteration is a consumer too, so the flags come before the kinds.
   flags = flags_of_loop(
-    body, flags_of_each_result(rewriter, eqn), rewriter.settings, scope_policy.inside
+    body,
+    flags_of_each_result(rewriter, eqn),
+    origins_inside(of_atoms(eqn.invars, rewriter.origins), body, *inside),
+    *inside,
   )
   traced = [dtype_of(v) for v in body.jaxpr.invars]
   if scope_policy.compute_dtype is not None and tests:
@@ -187,14 +192,15 @@ def rewrite_inner(
   kinds = tuple(operands[i] for i in inner.operands or ())
   flags = flags_of_each_result(rewriter, eqn) if flags is None else flags
   scope = rewriter.scope_policy(eqn).inside
-  new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, settings, scope, consts)
+  origins = origins_inside(of_atoms(eqn.invars, rewriter.origins), inner, settings, scope)
+  new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, settings, scope, consts, origins)
   warn_of_linear_algebra(rewriter, eqn, new.linear_algebra)
   return new
 
 
 def flags_of_each_result(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[int, ...]:
   """Returns the flags of each result of an equation."""
-  return tuple(rewriter.flags.get(v, 0) for v in eqn.outvars)
+  return tuple(map(rewriter.flags_at, eqn.outvars))
 
 
 def params_of(eqn: JaxprEqn, inners: Inners, new: Sequence[Rewritten]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from jax.extend.core.primitives import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpjax._autocast.consumers import Flag, adds_arrays, runs_as_written
+from mpjax._autocast.consumers import Flag, runs_as_written
 from mpjax._autocast.kinds import (
   FLOATS,
   MOST_NUMBERS,
@@ -47,6 +47,7 @@ from mpjax._autocast.kinds import (
 )
 from mpjax._autocast.linear_algebra import warn_of_linear_algebra
 from mpjax._autocast.matmuls import Operands, matmul
+from mpjax._autocast.origins import adds_arrays
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import Rewriter
 from mpjax._autocast.scopes import ScopePolicy
@@ -269,7 +270,7 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   facts, floats = facts_of(eqn), [v for v in values if v is not None]
   # Only for consumers in float32, such as that subtraction. A slice for a matmul stays low.
   if facts.gradient == "placed":
-    return all(rewriter.flags.get(var, 0) & Flag.FLOAT32 for var in eqn.outvars)
+    return all(rewriter.flags_at(var) & Flag.FLOAT32 for var in eqn.outvars)
   # Unique indices use each row once, so nothing is summed. A literal has no gradient.
   if facts.gradient == "repeated" and not eqn.params.get("unique_indices"):
     return not is_number(eqn.invars[0])

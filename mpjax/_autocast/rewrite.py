@@ -10,6 +10,7 @@ from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
 from mpjax._autocast.kinds import Kind, Kinds
 from mpjax._autocast.operations import as_traced, operation
+from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._autocast.values import FloatValue
@@ -29,14 +30,16 @@ def rewrite(
   settings: Settings,
   scope: Scope,
   consts: Kinds = (),
+  origins: Origins = (),
 ) -> Rewritten:
   """Returns a jaxpr rewritten for arguments of these kinds.
 
   `outs` has the dtypes of its results. A result without one keeps the computed dtype. `flags` has
-  the flags of the results, and `consts` the kinds of the constants.
+  the flags of the results, `consts` the kinds of the constants, and `origins` the origins of the
+  arguments.
   """
   # `rewrite` is an argument, since the modules of control flow call it and are imported here.
-  rewriter = Rewriter(jaxpr, settings, scope, flags, rewrite)
+  rewriter = Rewriter(jaxpr, settings, scope, flags, origins, rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
   _write_equations(rewriter, jaxpr, activations_of(jaxpr, settings.ops))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from mpjax._autocast.consumers import flags_of
+from mpjax._autocast.consumers import Flag, flags_of
 from mpjax._autocast.kinds import (
   FLOATS,
   Kind,
@@ -17,6 +17,7 @@ from mpjax._autocast.kinds import (
   kind_of_input,
   numbers_of,
 )
+from mpjax._autocast.origins import Origins, origins_of
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
 from mpjax._autocast.scopes import REGION, shown_region
 from mpjax._autocast.settings import Scope, Settings
@@ -59,11 +60,18 @@ class Rewriter:
   """The values and equations of one jaxpr; `rewrite` rewrites its inner jaxprs."""
 
   def __init__(
-    self, jaxpr: Jaxpr, settings: Settings, scope: Scope, outs: tuple[int, ...], rewrite: Rewrite
+    self,
+    jaxpr: Jaxpr,
+    settings: Settings,
+    scope: Scope,
+    outs: tuple[int, ...],
+    ins: Origins,
+    rewrite: Rewrite,
   ) -> None:
     self.settings, self.rewrite = settings, rewrite
     # The flags of the old variables, and a function from an equation to its scope.
-    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), settings, scope)
+    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), ins, settings, scope)
+    self.origins = origins_of(jaxpr, ins, settings, scope).of  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
@@ -124,11 +132,21 @@ class Rewriter:
     # An index or a count counts as an input, since low precision cannot hold all of them.
     return kind_of_input(dtype)
 
+  def flags_at(self, var: Atom) -> int:
+    """Returns the flags of a variable, with `FLOAT32` or `PRODUCT` in place of `GATED`."""
+    flags = self.flags.of.get(var, 0)
+    if not flags & Flag.GATED:
+      return flags
+    kinds = map(self.kind, self.flags.addends.get(var, ()))
+    # A parameter takes the dtype of the sum.
+    wide = any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
+    return flags & ~Flag.GATED | (Flag.FLOAT32 if wide else Flag.PRODUCT)
+
   def flags_of_results(self, eqn: JaxprEqn) -> int:
     """Returns the flags of the floating results of an equation."""
     flags = 0
     for var in eqn.outvars:
-      flags |= self.flags.get(var, 0) if dtype_of(var) in FLOATS else 0
+      flags |= self.flags_at(var) if dtype_of(var) in FLOATS else 0
     return flags
 
   def read(self, atom: Atom, eqn: JaxprEqn, dtype: DType | None = None) -> Atom:
@@ -191,7 +209,7 @@ class Rewriter:
     for var, kind in zip(eqn.outvars, kinds, strict=True):
       # A value without flags has only matmuls as consumers. Inputs and parameters are cast at each
       # of them, so that their gradients are summed in float32.
-      if kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags.get(var):
+      if kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags_at(var):
         continue
       if dtype_of(var) == FLOAT32:
         rounded = self.cast(self.values[var], low, eqn)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mpjax._autocast.kinds import FLOATS
 from mpjax._autocast.precision import Asked
@@ -150,6 +150,21 @@ def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
     ends_policy=ends_policy,
     inside=inside,
   )
+
+
+class ScopePolicies:
+  """The scope of each equation of a jaxpr, below the scope of the jaxpr."""
+
+  def __init__(self, settings: Settings, scope: Scope) -> None:
+    self.settings, self.scope = settings, scope
+    self._by_stack: dict[int, tuple[NameStack, ScopePolicy]] = {}
+
+  def __call__(self, eqn: JaxprEqn) -> ScopePolicy:
+    """Returns the scope of an equation with its policy."""
+    stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
+    if id(stack) not in self._by_stack:
+      self._by_stack[id(stack)] = stack, policy_at(self.scope + scope_of(stack), self.settings)
+    return self._by_stack[id(stack)][1]
 
 
 def shown_region(scope_policy: ScopePolicy) -> str:

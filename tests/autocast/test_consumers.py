@@ -23,8 +23,8 @@ def flags(fun, *args, results=None, ops=None):
   """Returns the flags of each argument of `fun`; no result is used unless `results` says so."""
   jaxpr = jax.make_jaxpr(fun)(*(args or (X,))).jaxpr
   settings = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=ops or OpLists())
-  found, _ = flags_of(jaxpr, results or (0,) * len(jaxpr.outvars), settings, ())
-  return tuple(found.get(v, 0) for v in jaxpr.invars)
+  found, _ = flags_of(jaxpr, results or (0,) * len(jaxpr.outvars), (), settings, ())
+  return tuple(found.of.get(v, 0) for v in jaxpr.invars)
 
 
 ONE_OPERATION = {

@@ -123,7 +123,7 @@ CASTS = {
   "mixer": (17, 12),
   "transformer": (21, 19),
   "lstm": (43, 50),
-  "gru": (62, 92),
+  "gru": (50, 80),
   "language_model": (51, 35),
 }
 

@@ -1,0 +1,173 @@
+"""Find out which sums are of an array and one product, as in `x + gate * y`.
+
+A sum of two products may cancel, as in `a * d - b * c`, so both are computed in float32. With one
+product the sum rounds the other operand anyway. A float32 product then gains nothing, and makes the
+stream `x` float32, with twice the memory. There are two exceptions. In `a * h + b` with the carry
+`h` of a loop, the roundings of the product add up over the iterations. In `x + x ** 3`, the product
+is a function of the other operand, and a function of one rounded value has no other rounding.
+"""
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
+
+from mpjax._autocast.scopes import ScopePolicies
+from mpjax._autocast.settings import Scope, Settings
+from mpjax._core.types import HALVES
+from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.op_lists import part_of
+from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of, is_higher_order
+from mpjax._jaxpr.reader import Atom, Inner, inner_jaxprs, shape_of
+
+
+class Origin(NamedTuple):
+  """Where a value comes from."""
+
+  # Whether it is the result of arithmetic other than an addition, perhaps moved.
+  product: bool = False
+  # The values that it is computed from by arithmetic and moves alone, each once, in order.
+  sources: tuple[Hashable, ...] = ()
+
+
+Origins: TypeAlias = tuple[Origin, ...]
+
+CARRY = "carry"
+"""The source of each carry inside a loop. Other sources are variables, or numbers of arguments."""
+
+
+class Found(NamedTuple):
+  """The origins in a jaxpr."""
+
+  of: Mapping[Atom, Origin]  # of each variable
+  summed: frozenset[Hashable]  # the sources of all operands of sums of two arrays
+
+
+@cached_per_jaxpr
+def origins_of(jaxpr: Jaxpr, ins: Origins, settings: Settings, scope: Scope) -> Found:
+  """Returns the origins in a jaxpr; `ins` are those of the arguments, see `origins_inside`."""
+  origins: dict[Atom, Origin] = {v: Origin(sources=(v,)) for v in (*jaxpr.constvars, *jaxpr.invars)}
+  origins.update(zip(jaxpr.invars, ins, strict=False))
+  scope_policies, summed = ScopePolicies(settings, scope), set[Hashable]()
+  for eqn in jaxpr.eqns:
+    operands = of_atoms(eqn.invars, origins)
+    if is_higher_order(eqn):
+      results = _of_call(eqn, operands, scope_policies, summed)
+    else:
+      results = [_of_operation(eqn, operands, scope_policies)] * len(eqn.outvars)
+    if adds_arrays(eqn):
+      summed.update(source for each in operands for source in each.sources)
+    # An operation that rounds, or adds two arrays, returns a new source.
+    pairs = zip(eqn.outvars, results, strict=True)
+    origins.update((v, Origin(sources=(v,)) if each is None else each) for v, each in pairs)
+  return Found(origins, frozenset(summed))
+
+
+def of_atoms(atoms: Iterable[Atom], origins: Mapping[Atom, Origin]) -> list[Origin]:
+  """Returns the origins of some variables and literals."""
+  return [Origin() if isinstance(atom, Literal) else origins[atom] for atom in atoms]
+
+
+def has_one_product(operands: Sequence[Origin]) -> bool:
+  """Whether one operand of a sum is a product, and that of neither the other nor a carry."""
+  products = [each for each in operands if each.product]
+  if len(products) != 1:
+    return False
+  others = {source for each in operands if not each.product for source in each.sources}
+  return (others | {CARRY}).isdisjoint(products[0].sources)
+
+
+def origins_inside(
+  operands: Sequence[Origin], inner: Inner, settings: Settings, scope: Scope
+) -> Origins:
+  """Returns the origins of the arguments of a jaxpr in an equation with operands of these origins.
+
+  Sources are numbered in order, so that equal calls have equal origins. The result is () if no sum
+  inside depends on them, since a jaxpr is rewritten again for other origins.
+  """
+  alone = origins_of(inner.jaxpr, (), settings, scope)
+  numbers: dict[Hashable, Hashable] = {CARRY: CARRY}
+  origins: list[Origin] = []
+  for i, (var, n) in enumerate(zip(inner.jaxpr.invars, inner.operands or (), strict=False)):
+    each = Origin(sources=(CARRY,)) if i in inner.carry else operands[n]
+    if var not in alone.summed:
+      each = Origin(sources=(var,))
+    sources = tuple(numbers.setdefault(source, len(numbers)) for source in each.sources)
+    origins.append(Origin(each.product, sources))
+  total = sum(len(each.sources) for each in origins)
+  is_plain = total == len(numbers) - 1 and not any(each.product for each in origins)
+  return () if is_plain else tuple(origins)
+
+
+def adds_arrays(eqn: JaxprEqn) -> bool:
+  """Whether an operation adds two arrays, as in a residual sum; a bias is not an array."""
+  return facts_of(eqn).folds is operator.add and all(map(is_array, eqn.invars))
+
+
+def is_array(atom: Atom) -> bool:
+  """Whether more than one axis is longer than 1."""
+  # `!=` also works for the symbolic sizes of an exported function.
+  return sum(size != 1 for size in shape_of(atom)) > 1
+
+
+def _of_operation(
+  eqn: JaxprEqn, operands: Sequence[Origin], scope_policies: ScopePolicies
+) -> Origin | None:
+  """Returns the origin of the results of an operation; None if they are new sources."""
+  facts = facts_of(eqn)
+  is_matmul = part_of(eqn, scope_policies.settings.ops) == "half" and facts is not OUTER_PRODUCT
+  is_end = eqn.primitive is reduce_precision_p and scope_policies(eqn).ends is not None
+  is_cast = eqn.primitive is convert_element_type_p
+  if is_matmul or is_end or (is_cast and eqn.params["new_dtype"] in HALVES):
+    return None
+  joined = _joined(operands)
+  if adds_arrays(eqn):
+    # Otherwise the origin of a residual stream would grow with each layer.
+    return Origin(sources=(CARRY,)) if CARRY in joined.sources else None
+  is_sum = facts.folds is operator.add
+  if facts.arithmetic and not is_sum:
+    return joined._replace(product=True)
+  passes = is_sum or is_cast or facts.moves or facts.exact
+  return joined if passes else joined._replace(product=False)
+
+
+def _of_call(
+  eqn: JaxprEqn,
+  operands: Sequence[Origin],
+  scope_policies: ScopePolicies,
+  summed: set[Hashable],
+) -> list[Origin | None]:
+  """Returns the origin of each result of an equation with inner jaxprs; None for new sources.
+
+  Adds the sources of sums inside to `summed`.
+  """
+  each: list[list[Origin]] = [[] for _ in eqn.outvars]
+  for inner in inner_jaxprs(eqn) or ():
+    if inner.operands is None:
+      continue
+    settings, scope = scope_policies.settings, scope_policies(eqn).inside
+    ins = origins_inside(operands, inner, settings, scope)
+    inside = origins_of(inner.jaxpr, ins, settings, scope)
+    # The sources outside, by those inside: variables, or the numbers of `origins_inside`.
+    outside = dict[Hashable, list[Hashable]]()
+    for var, n in zip(inner.jaxpr.invars, inner.operands, strict=True):
+      for source in inside.of[var].sources:
+        outside.setdefault(source, []).extend(operands[n].sources)
+    summed.update(source for one in inside.summed for source in outside.get(one, ()))
+    if not inner.returns:
+      continue
+    returned = of_atoms(inner.jaxpr.outvars, inside.of)
+    # After a loop its carry is a value like any other.
+    for i, (origin, var) in enumerate(zip(returned, eqn.outvars, strict=True)):
+      if i >= len(inner.carry):
+        sources = (x for source in origin.sources for x in outside.get(source, [var]))
+        each[i].append(Origin(origin.product, tuple(dict.fromkeys(sources))))
+  return [_joined(some) if some else None for some in each]
+
+
+def _joined(operands: Sequence[Origin]) -> Origin:
+  """Returns the origin of a value that is computed from values of these origins."""
+  sources = dict.fromkeys(source for each in operands for source in each.sources)
+  return Origin(any(each.product for each in operands), tuple(sources))

@@ -1,0 +1,121 @@
+"""Sums of an array and one product, and the values that a product is computed from."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import mpjax
+from mpjax._autocast.origins import Origin, has_one_product, origins_inside, origins_of
+from mpjax._autocast.settings import Settings
+from mpjax._jaxpr.reader import inner_jaxprs
+from tests.autocast.rig import find
+
+X = jnp.ones((8, 8))
+W = jnp.ones((8, 8))
+SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="bfloat16"), ops=mpjax.OpLists())
+
+
+def sum_dtype(fun, *args, wrap=mpjax.autocast):
+  """Returns the dtype of the first sum of two arrays."""
+  program = jax.make_jaxpr(wrap(fun))(*args)
+  sums = [e for e in find(program, "add") if all(v.aval.ndim == 2 for v in e.invars)]
+  return str(sums[0].outvars[0].aval.dtype)
+
+
+def activations(fun):
+  """Returns a function of the results of two matmuls, whose result a matmul and a norm use."""
+
+  def of_matmuls(w, x):
+    h = fun(x @ w, x @ w.T, (x @ w) @ w)
+    return h @ w, h.mean()
+
+  return of_matmuls
+
+
+SUMS = {
+  # name: the sum of three activations, and its dtype
+  "gate": (lambda x, g, y: x + g * y, "bfloat16"),
+  "gate on the left": (lambda x, g, y: g * y + x, "bfloat16"),
+  "scaled residual": (lambda x, g, y: x + 0.5 * y, "bfloat16"),
+  "moved product": (lambda x, g, y: x + (g * y).T, "bfloat16"),
+  "jitted product": (lambda x, g, y: x + jax.jit(jnp.multiply)(g, y), "bfloat16"),
+  "activation function": (lambda x, g, y: x + jax.nn.silu(y), "bfloat16"),
+  "two products": (lambda x, g, y: x * g + g * y, "float32"),
+  "product of the other operand": (lambda x, g, y: x + g * x, "float32"),
+  "function of the other operand": (lambda x, g, y: x + 0.1 * x**3, "float32"),
+  "interpolation": (lambda x, g, y: x + g * (y - x), "float32"),
+}
+
+
+@pytest.mark.parametrize(("fun", "dtype"), SUMS.values(), ids=SUMS)
+def test_a_sum_with_one_product_is_low_precision(fun, dtype):
+  assert sum_dtype(activations(fun), W, X) == dtype
+
+
+def test_a_product_that_is_added_to_a_float32_array_is_not_rounded():
+  def fun(w, x):
+    return (x + 0.5 * (x @ w)) @ w
+
+  program = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=1))(W, X)
+  (product,) = find(program, "mul")
+  assert str(product.outvars[0].aval.dtype) == "float32"
+  inlined = jax.make_jaxpr(mpjax.autocast(jax.jit(fun, inline=False), data_argnums=1))(W, X)
+  (product,) = find(inlined, "mul")
+  assert str(product.outvars[0].aval.dtype) == "float32"
+
+
+@pytest.mark.parametrize("inside", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_call_does_not_change_the_sum_inside(name, inside):
+  fun, dtype = SUMS[name]
+  assert sum_dtype(activations(inside(fun)), W, X) == dtype
+
+
+def test_a_product_that_contains_the_carry_of_a_scan_stays_in_float32():
+  def recurrence(w, x):
+    return lax.scan(lambda h, _: ((h @ w) + 0.9 * h, None), x @ w, length=2)[0] @ w
+
+  assert sum_dtype(recurrence, W, X) == "float32"
+
+
+def test_a_stream_that_a_scan_carries_is_low_precision():
+  def stream(w, x):
+    return lax.scan(lambda h, _: (h + jnp.tanh(h @ w) * (h @ w.T), None), x @ w, length=2)[0] @ w
+
+  assert sum_dtype(stream, W, X) == "bfloat16"
+
+
+def test_one_product_that_shares_no_source():
+  product, other = Origin(product=True, sources=(1, 2)), Origin(sources=(3,))
+  assert has_one_product([product, other])
+  assert not has_one_product([product, product])
+  assert not has_one_product([other, other])
+  assert not has_one_product([product, Origin(sources=(2,))])
+  assert not has_one_product([Origin(product=True, sources=("carry",)), other])
+
+
+def test_matmuls_and_low_precision_casts_begin_new_sources():
+  def fun(x):
+    return jnp.tanh(2 * x.T), x @ x, x.astype("bfloat16"), x + X, x + 1
+
+  jaxpr = jax.make_jaxpr(fun)(X).jaxpr
+  found = origins_of(jaxpr, (), SETTINGS, ()).of
+  arithmetic, *new, bias = (found[v] for v in jaxpr.outvars)
+  x = jaxpr.invars[0]
+  assert arithmetic == Origin(product=True, sources=(x,))
+  assert [each.sources for each in new] == [(v,) for v in jaxpr.outvars[1:4]]
+  assert bias == Origin(sources=(x,))
+
+
+def test_origins_of_a_call_are_numbered():
+  (eqn,) = jax.make_jaxpr(jax.jit(lambda x, y: x + y))(X, X).eqns
+  inner = next(iter(inner_jaxprs(eqn) or ()))
+  one, other = Origin(sources=("a",)), Origin(product=True, sources=("b", "a"))
+  found = origins_inside([one, other], inner, SETTINGS, ())
+  assert found == (Origin(False, (1,)), Origin(True, (2, 1)))
+  # Independent arguments share one key, and so do arguments that no sum inside depends on.
+  assert origins_inside([one, Origin(sources=("b", "c"))], inner, SETTINGS, ()) == ()
+  (eqn,) = jax.make_jaxpr(jax.jit(lambda x, y: x @ y))(X, X).eqns
+  inner = next(iter(inner_jaxprs(eqn) or ()))
+  assert origins_inside([one, other], inner, SETTINGS, ()) == ()
