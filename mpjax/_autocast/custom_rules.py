@@ -235,7 +235,7 @@ class _Custom(NamedTuple):
 def _type(x: Array, dtype: DType | None) -> AbstractValue:
   """Returns the type of an operand as it was traced, in the shape that it has now."""
   aval = jax.typeof(x)
-  return aval if dtype is None else cast(ShapedArray, aval).update(dtype=dtype, weak_type=False)
+  return aval if dtype is None else cast(ShapedArray, aval).update(dtype=dtype)
 
 
 def _is_reference(aval: AbstractValue) -> bool:

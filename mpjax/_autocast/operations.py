@@ -20,6 +20,7 @@ The gradient of a broadcast operand is a sum. So the operand is broadcast in flo
 rounded. The values are the same.
 """
 
+import dataclasses
 import itertools
 import math
 import operator
@@ -129,7 +130,12 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if value is None:
     kind = rewriter.kind_of_integers(atom, target)
     return rewriter.write(eqn, [atom], [kind])
-  if dtype_of(atom) == target:  # It removes only the weak type.
+  # The weak type changes even if the dtype does not: a weakly typed result would yield to other
+  # dtypes in the user's code.
+  if (weak_type := aval_of(var).weak_type) != aval_of(value.atom).weak_type:
+    typed = Var(aval_of(value.atom).update(weak_type=weak_type))
+    value = dataclasses.replace(value, atom=rewriter.write_cast(value.atom, typed, eqn), casts={})
+  if dtype_of(atom) == target:
     rewriter.values[var] = value
     return None
   # A cast to low precision is the user's choice of a dtype, so its result is an activation.
@@ -297,7 +303,7 @@ def _repeated(rewriter: Rewriter, value: FloatValue, dtype: DType, eqn: JaxprEqn
   """Returns an operand broadcast in float32, so that its gradients are summed in float32."""
   wide = rewriter.cast(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
-  new = aval.update(shape=out.shape, weak_type=False)
+  new = aval.update(shape=out.shape)
   # On a mesh with explicit axes the type has a sharding. A broadcast axis is sharded like the
   # result, and any other axis like the operand.
   if AxisType.Explicit in out.sharding.mesh.axis_types:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.activations import Activation, activations_of, write_activation
 from mpjax._autocast.control_flow import Inners, call, cond, loop
@@ -13,12 +13,11 @@ from mpjax._autocast.operations import as_traced, operation
 from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._autocast.settings import Scope, Settings
-from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import AS_TRACED, Holds, facts_of, is_higher_order
-from mpjax._jaxpr.reader import Atom, aval_of, inner_jaxprs
+from mpjax._jaxpr.reader import Atom, inner_jaxprs
 
 
 @cached_per_jaxpr  # The same function called twice is rewritten once, and compiled once.
@@ -93,22 +92,9 @@ def _results(
   for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
     value, kind = rewriter.value(atom), kinds[i]
     if value is not None and kind is not None:
-      results[i] = _result(rewriter, atom, value, dtype, last)
+      results[i] = rewriter.cast(value, dtype or kind.dtype, last)
       kinds[i] = _kind_in(kind, dtype)
   return results, tuple(kinds)
-
-
-def _result(
-  rewriter: Rewriter, traced: Atom, value: FloatValue, dtype: DType | None, last: JaxprEqn | None
-) -> Atom:
-  """Returns the value of a result, cast to a requested dtype, with its weak type as traced."""
-  result = rewriter.cast(value, dtype or value.kind.dtype, last)
-  # A result that keeps its traced dtype keeps its weak type too. The equation around it, such as
-  # a `scan` or a `cond`, was traced for this type.
-  asked = aval_of(traced)
-  if dtype == asked.dtype and aval_of(result).weak_type != asked.weak_type:
-    return rewriter.write_cast(result, Var(asked), last)
-  return result
 
 
 def _kind_in(kind: Kind, dtype: DType | None) -> Kind:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import convert_element_type_p
 
-from mpjax._core.types import Array
+from mpjax._core.types import HALVES, Array
 from mpjax._jaxpr.calls import call_of, called, jaxpr_of
 from mpjax._jaxpr.compat import (
   comes_from_program,
@@ -47,22 +48,26 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   # tangents to the types of its operands, and an equation does not.
   if is_long or any(varying_axes(aval) for aval in map(aval_of, jaxpr.invars)):
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return called(ClosedJaxpr(jaxpr, ()), values, name)
-  # Under `grad` or `vmap` inside `jit`, equations are traced one by one, and repeated parts once.
-  # With concrete values each part would be compiled.
-  if tracers and all(map(comes_from_program, tracers)):
-    jaxpr = with_shared_parts(jaxpr)
-  outs = eval_jaxpr(jaxpr, consts, *operands)
-  return [_as_array(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+    outs = called(ClosedJaxpr(jaxpr, ()), values, name)
+  else:
+    # Under `grad` or `vmap` inside `jit`, equations are traced one by one, and repeated parts once.
+    # With concrete values each part would be compiled.
+    if tracers and all(map(comes_from_program, tracers)):
+      jaxpr = with_shared_parts(jaxpr)
+    outs = eval_jaxpr(jaxpr, consts, *operands)
+  return [_as_traced(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
 
 
-def _as_array(x: Any, aval: ShapedArray) -> Array:
-  """Returns a result as an array; a literal is a number of Python or NumPy."""
-  if isinstance(x, jax.Array):
+def _as_traced(x: Any, aval: ShapedArray) -> Array:
+  """Returns a result as an array of its type; a literal is a number of Python or NumPy."""
+  x = x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+  # A rule of mpjax may return a strong type for weakly typed operands. A result in low precision is
+  # never weak: the policy has chosen its dtype.
+  weak_type = aval.weak_type and aval.dtype not in HALVES
+  if jax.typeof(x).weak_type == weak_type:
     return x
-  if aval.weak_type:  # `jnp.asarray` gives a weak type to a number of Python alone.
-    return jnp.asarray(np.asarray(x).item())
-  return jnp.asarray(x, aval.dtype)
+  params = {"new_dtype": aval.dtype, "weak_type": weak_type, "sharding": None}
+  return convert_element_type_p.bind(x, **params)
 
 
 def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:

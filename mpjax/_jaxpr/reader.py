@@ -49,14 +49,14 @@ def is_number(atom: Atom) -> bool:
 
 
 def retyped(atom: Atom, dtype: DType) -> Var:
-  """Returns a new variable like an atom, of another dtype."""
+  """Returns a new variable like an atom, of another dtype and the same weak type."""
   return Var(_retyped(aval_of(atom), dtype))
 
 
 @functools.lru_cache(maxsize=1024)
 def _retyped(aval: ShapedArray, dtype: DType) -> ShapedArray:
   """Returns a type with another dtype."""
-  return aval.update(dtype=dtype, weak_type=False)
+  return aval.update(dtype=dtype)
 
 
 # The parameters of a call with an item for each operand.

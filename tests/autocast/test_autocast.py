@@ -355,6 +355,16 @@ def test_one_trace_for_each_call_and_one_program_for_jit():
   assert counted.calls == 3
 
 
+@pytest.mark.standard_promotion("dtypes")
+def test_a_jitted_step_that_takes_its_result_back_is_traced_once():
+  # The rate is computed from an integer. With a weak type it would be another argument.
+  counted = Counted(lambda rate, count: (jnp.exp((-0.5 * count).astype("float32")), count + 1))
+  step, state = jax.jit(mpjax.autocast(counted)), (jnp.float32(1), jnp.int32(0))
+  for _ in range(3):
+    state = step(*state)
+  assert counted.calls == 1
+
+
 def test_nothing_is_kept_from_a_trace(monkeypatch):
   monkeypatch.setattr(gc, "collect", lambda: 0)  # JAX's check would collect cycles first.
   cast = mpjax.autocast(lambda x: (x @ W, x.sum()))

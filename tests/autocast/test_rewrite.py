@@ -12,7 +12,16 @@ from jax.experimental import pallas
 
 import mpjax
 from tests import programs
-from tests.autocast.rig import BOTH, dtypes, find, jaxpr_under, matmuls, repeat_p
+from tests.autocast.rig import (
+  BOTH,
+  dtypes,
+  find,
+  jaxpr_under,
+  matmuls,
+  repeat_p,
+  with_jvp,
+  with_vjp,
+)
 from tests.programs import compilations
 
 W = jnp.eye(3)
@@ -142,7 +151,11 @@ def test_calling_again_without_jit_compiles_nothing(differentiated):
 # Results.
 
 
-# Dtypes.
+# Dtypes and weak types.
+
+
+def types(fun, *args):
+  return [(str(v.dtype), v.weak_type) for v in jax.make_jaxpr(fun)(*args).out_avals]
 
 
 def test_weak_types_are_kept():
@@ -158,6 +171,73 @@ def test_weak_types_are_kept():
   weak_types = [True] * 9 + [False, False, True, True, False, False, True]
   assert [v.weak_type for v in ours.out_avals] == weak_types
   assert [v.weak_type for v in plain.out_avals] == weak_types
+
+
+def strong(w):
+  return w.astype("float32")
+
+
+WEAK = jnp.full((3, 3), 0.5)  # JAX gives it a weak type.
+
+# Functions of an array with a weak type and of one without.
+TYPED = {
+  "a move": lambda w, x: jnp.flip(strong(w)),
+  "arithmetic": lambda w, x: -strong(w),
+  "arithmetic on a weak type": lambda w, x: -w,
+  "the float32 list": lambda w, x: jnp.exp(strong(w)),
+  "a sum": lambda w, x: jnp.sum(strong(w)),
+  "a matmul": lambda w, x: strong(w) @ w,
+  "a matmul of a weak type": lambda w, x: w @ w,
+  "operations behind it": lambda w, x: jnp.exp(w @ w) * w,
+  "an activation function": lambda w, x: (w @ w) + (w @ w) ** 3,
+  "a strong operand": lambda w, x: jnp.tanh(x @ w),
+  "concat": lambda w, x: jnp.concatenate([strong(w), strong(w) * 2]),
+  "where": lambda w, x: jnp.where(x > 0, strong(w), 0.0),
+  "where of a weak type": lambda w, x: jnp.where(x > 0, w @ w, 0.0),
+  "a number": lambda w, x: -jnp.full(3, 1.5).astype("float32"),
+  "a low-precision cast": lambda w, x: jnp.sin(w.astype("bfloat16")).astype("float32"),
+  "jit": lambda w, x: jax.jit(jnp.flip)(strong(w)),
+  "jit of a weak type": lambda w, x: jax.jit(lambda w: jnp.flip(strong(w)))(w),
+  "checkpoint": lambda w, x: jax.checkpoint(lambda w: jnp.tanh(w @ strong(w)))(w),
+  "scan": lambda w, x: lax.scan(lambda c, y: (jnp.flip(strong(w)), -strong(y)), x, w),
+  "scan of a weak type": lambda w, x: lax.scan(lambda c, y: (c @ w, -y), w, w),
+  "while": lambda w, x: lax.while_loop(lambda c: c[0, 0] > 9, lambda c: jnp.flip(strong(w)), x),
+  "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda: jnp.flip(strong(w)), lambda: x),
+  "cond of a weak type": lambda w, x: lax.cond(x[0, 0] > 0, lambda: w @ w, lambda: w),
+  "custom_jvp": lambda w, x: with_jvp(lambda w: jnp.tanh(w @ strong(w)))(w),
+  "custom_jvp of a weak type": lambda w, x: with_jvp(lambda w: jnp.tanh(w @ w))(w),
+  "custom_vjp": lambda w, x: with_vjp(lambda w: jnp.tanh(w @ strong(w)))(w),
+  "custom_vjp of a weak type": lambda w, x: with_vjp(lambda w: jnp.tanh(w @ w))(w),
+}
+AROUND = {
+  "eager": lambda f: f,
+  "jit": jax.jit,
+  "vmap": jax.vmap,
+  "scan": lambda f: lambda *args: lax.scan(lambda c, _: (c, f(*c)), args, length=2)[1],
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("fun", TYPED.values(), ids=TYPED)
+def test_results_have_the_types_that_they_have_without(fun, around):
+  args = (WEAK[None], W[None]) if around is jax.vmap else (WEAK, W)
+  assert types(around(mpjax.autocast(fun)), *args) == types(around(fun), *args)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    *("a move", "arithmetic", "arithmetic on a weak type", "a matmul of a weak type", "concat"),
+    *("operations behind it", "where of a weak type", "jit", "scan", "scan of a weak type", "cond"),
+    *("custom_jvp of a weak type", "custom_vjp", "custom_vjp of a weak type"),
+  ],
+)
+def test_gradients_have_the_types_that_they_have_without(name):
+  def gradients(fun):
+    return jax.grad(lambda *args: sum(map(jnp.sum, jax.tree.leaves(fun(*args)))), (0, 1))
+
+  fun = TYPED[name]
+  assert types(gradients(mpjax.autocast(fun)), WEAK, W) == types(gradients(fun), WEAK, W)
 
 
 @pytest.mark.parametrize("given", ["float32", "bfloat16"])

@@ -11,6 +11,7 @@ import pytest
 import mpjax
 from mpjax._autocast import run as running
 from tests import programs
+from tests.autocast.rig import rewritten
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -108,6 +109,13 @@ def test_results_are_arrays_and_have_the_types_that_they_have_without(outside):
   assert seen == [()] * 2
   cast = mpjax.autocast(lambda x: jnp.float32(3))
   assert jax.jit(lambda x: cast(x).astype("int32").at[...].add(1))(X) == 4
+
+
+def test_a_result_in_low_precision_has_no_weak_type():
+  weak = jnp.full((3, 3), 0.5)
+  fun = rewritten(lambda w: (w @ w, w * 2), modules=True, results=lambda outputs: outputs)
+  found = [(str(x.dtype), x.weak_type) for x in fun(weak)]
+  assert found == [("bfloat16", False), ("float32", True)]
 
 
 # What repeats is differentiated once.

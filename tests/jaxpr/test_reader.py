@@ -47,12 +47,12 @@ def test_a_literal_in_another_type():
   assert (made.aval.dtype, made.aval.shape, made.aval.weak_type) == (BFLOAT16, (), False)
 
 
-def test_a_variable_in_another_type():
+def test_a_variable_in_another_dtype_keeps_its_weak_type():
   weak = jax.make_jaxpr(lambda: jnp.asarray(2.0) * jnp.asarray(1.0))().jaxpr.eqns[0].outvars[0]
   assert weak.aval.weak_type
   made = retyped(weak, FLOAT16)
   assert made is not weak
-  assert (made.aval.dtype, made.aval.shape, made.aval.weak_type) == (FLOAT16, (), False)
+  assert (made.aval.dtype, made.aval.shape, made.aval.weak_type) == (FLOAT16, (), True)
 
 
 def test_the_dtype_of_anything():
