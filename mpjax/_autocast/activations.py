@@ -164,10 +164,7 @@ def write_activation(rewriter: Rewriter, function: Activation) -> bool:
   # One equation has one scope. Operations in several scopes may have several policies.
   apart = any(rewriter.scope_policy(eqn).scope != scope_policy.scope for eqn in function.eqns)
   if (
-    apart
-    or scope_policy.compute_dtype is None
-    or value is None
-    or value.kind.role != Role.ACTIVATION
+    apart or scope_policy.compute_dtype is None or value is None or value.kind.role < Role.UNROUNDED
   ):
     return False
   flags = tuple(map(rewriter.flags_at, function.outs))

@@ -143,7 +143,7 @@ def _carried(state: Kind | None, returned: Kind | None, fixed: bool) -> Kind | N
     return None
   carry = joined(state, returned)
   # Each iteration may add to a carry that starts as a number, so it stays in float32.
-  is_sum = carry.role == Role.ACTIVATION and state.role == Role.NUMBER
+  is_sum = carry.role >= Role.UNROUNDED and state.role == Role.NUMBER
   return carry._replace(dtype=state.dtype) if fixed or is_sum else carry
 
 

@@ -38,7 +38,10 @@ class Role(enum.IntEnum):
   NUMBER = 0
   PARAMETER = 1
   INPUT = 2
-  ACTIVATION = 3
+  # An activation that low precision has not rounded: a float32 matmul of such values, parameters or
+  # inputs. It decides dtypes as any activation does. Only the warning of linear algebra asks.
+  UNROUNDED = 3
+  ACTIVATION = 4
 
 
 class Kind(NamedTuple):

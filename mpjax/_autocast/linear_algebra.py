@@ -16,7 +16,7 @@ _LINEAR_ALGEBRA = (
 
 
 def warn_of_linear_algebra(rewriter: Rewriter, eqn: JaxprEqn, names: Collection[str]) -> None:
-  """Warns that linear algebra takes an activation, which matmuls have rounded.
+  """Warns that linear algebra takes a rounded activation.
 
   Equations inside jitted functions of JAX, such as `jnp.linalg.solve`, have no line. `rewriter`
   therefore keeps their names until the equation of a call has a line.

@@ -48,7 +48,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     return rewriter.write_as_traced(rewriter.explained(eqn, "low", OF_INPUTS))
   # Coordinates times a projection: few products, and a rounded coordinate loses detail.
   if any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS:
-    return _in_float32(rewriter, eqn, low)
+    return _in_float32(rewriter, eqn, values, low)
   return _in_low_precision(rewriter, eqn, values, low)
 
 
@@ -69,13 +69,18 @@ def _products(eqn: JaxprEqn) -> float:
   return np.inf if any(map(is_symbolic_dim, sizes)) else float(np.prod(sizes))
 
 
-def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, low: DType) -> None:
+def _role_in_float32(values: Operands) -> Role:
+  """Returns the role of the result of a float32 matmul: it is rounded if an operand is."""
+  return max(Role.UNROUNDED, *(v.kind.role for v in values if v is not None))
+
+
+def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
   """Writes a matmul of an input with few products. Its result is an activation."""
   reason = f"it sums fewer than {FEWEST_PRODUCTS} products of an input"
   eqn = rewriter.explained(eqn, "low", reason)
   operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
-  kinds = [Kind(Role.ACTIVATION, FLOAT32)]
-  rewriter.write_rounding(eqn, operands, kinds, low, retype(eqn, FLOAT32))
+  result = Kind(_role_in_float32(values), FLOAT32)
+  rewriter.write_rounding(eqn, operands, [result], low, retype(eqn, FLOAT32))
 
 
 def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
@@ -89,7 +94,7 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
       eqn = rewriter.explained(eqn, "format", f"{recipe.name}:{reason}")
       recipe = None
   if recipe is None and _has_own_precision(eqn, scope_policy):
-    return rewriter.write_as_traced(eqn, role=Role.ACTIVATION)
+    return rewriter.write_as_traced(eqn, role=_role_in_float32(values))
   eqn = eqn.replace(params=rewriter.precise(eqn, eqn.params, [low] * len(eqn.invars)))
   # A float32 result of the policy is the float32 sum of the matmul, perhaps with a bias.
   leaves = bool(rewriter.flags_of_results(eqn) & Flag.OUTPUT)

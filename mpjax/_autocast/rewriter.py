@@ -209,11 +209,11 @@ class Rewriter:
     for var, kind in zip(eqn.outvars, kinds, strict=True):
       # A value without flags has only matmuls as consumers. Inputs and parameters are cast at each
       # of them, so that their gradients are summed in float32.
-      if kind is None or kind.role != Role.ACTIVATION or kind.is_low or self.flags_at(var):
+      if kind is None or kind.role < Role.UNROUNDED or kind.is_low or self.flags_at(var):
         continue
       if dtype_of(var) == FLOAT32:
         rounded = self.cast(self.values[var], low, eqn)
-        self.values[var] = FloatValue(rounded, kind._replace(dtype=low))
+        self.values[var] = FloatValue(rounded, kind._replace(role=Role.ACTIVATION, dtype=low))
 
   def write_as_traced(
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None

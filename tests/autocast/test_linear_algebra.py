@@ -1,5 +1,6 @@
 """The warning of linear algebra that takes an activation."""
 
+import functools
 import inspect
 
 import jax
@@ -42,3 +43,49 @@ def test_it_is_there_in_a_jit_too():
 )
 def test_there_is_none_without_an_activation(fn):
   mpjax.autocast(fn, data_argnums=1)(W, X)  # Warnings are errors.
+
+
+highest = functools.partial(jnp.matmul, precision="highest")
+EYE = jnp.eye(8)
+
+# Activations that nothing has rounded, from a parameter `w` and an input `x`.
+UNROUNDED = {
+  "a chosen precision": lambda w, x: highest(w.T, w) + EYE,
+  "an input": lambda w, x: highest(x[:8], w) + EYE,
+  "few products": lambda w, x: x[:8, :4] @ w[:4] + EYE,
+  "two matmuls": lambda w, x: highest(highest(w.T, w), w) + EYE,
+  "arithmetic": lambda w, x: jnp.tanh(0.1 * highest(w, w)) + w + EYE,
+  "jit": lambda w, x: jax.jit(highest)(w.T, w) + EYE,
+  "cond": lambda w, x: jax.lax.cond(w[0, 0] > 0, highest, jnp.add, w, w) + EYE,
+  "scan": lambda w, x: jax.lax.scan(lambda c, _: (highest(c, w), None), w, length=2)[0] + EYE,
+}
+
+
+@pytest.mark.parametrize("of", UNROUNDED.values(), ids=UNROUNDED)
+def test_there_is_none_for_an_activation_that_is_not_rounded(of):
+  mpjax.autocast(lambda w, x: jnp.linalg.inv(of(w, x)), data_argnums=1)(W, X)
+
+
+def test_there_is_none_for_the_matmuls_of_expm():
+  # JAX asks for the highest precision of the matmuls between its linear algebra.
+  mpjax.autocast(lambda w: jax.scipy.linalg.expm(w - w.T))(W)
+
+
+# Rounded in low precision, though the variable is float32.
+ROUNDED = {
+  "a cast up": lambda w, x: (w.astype("bfloat16") @ w.astype("bfloat16")).astype("float32"),
+  "a cast down and up": lambda w, x: w.astype("bfloat16").astype("float32") + 1e-3 * EYE,
+  "float32 behind it": lambda w, x: jnp.exp(w @ w) + EYE,
+  "a chosen precision of it": lambda w, x: highest(w @ w, w),
+  "few products of it": lambda w, x: x[:8, :4] @ (w @ w)[:4] + EYE,
+  "one branch": lambda w, x: jax.lax.cond(w[0, 0] > 0, highest, jnp.matmul, w, w),
+  "one iteration": lambda w, x: jax.lax.scan(lambda c, _: (highest(c, w @ w), None), w, length=2)[
+    0
+  ],
+}
+
+
+@pytest.mark.parametrize("of", ROUNDED.values(), ids=ROUNDED)
+def test_it_is_there_for_a_float32_value_that_was_rounded(of):
+  with pytest.warns(UserWarning, match="low-precision matmuls"):
+    mpjax.autocast(lambda w, x: jnp.linalg.inv(of(w, x)), data_argnums=1)(W, X)
