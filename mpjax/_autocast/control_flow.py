@@ -4,14 +4,16 @@ Each inner jaxpr is rewritten for the kinds of its operands. Its results therefo
 the inlined code.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.consumers import flags_of_loop
-from mpjax._autocast.kinds import Kind, Role, fits, joined, kinds_of_constants, united
+from mpjax._autocast.kinds import Kind, Role, fits, joined, kinds_of_constants
 from mpjax._autocast.linear_algebra import warn_of_linear_algebra
+from mpjax._autocast.numbers import Numbers, numbers_of_carry
 from mpjax._autocast.origins import of_atoms, origins_inside
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._core.types import FLOAT32, DType
@@ -42,16 +44,14 @@ def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   rewriter.write(eqn, atoms, chosen, params_of(eqn, inners, new))
 
 
-def _selected(branches: Sequence[Kind | None]) -> Kind | None:
-  """Returns the kind of a result of a `cond`; None if it is not floating."""
-  kinds = [kind for kind in branches if kind is not None]
-  if not kinds:
+def _selected(each: Sequence[Kind | None]) -> Kind | None:
+  """Returns the kind of a value that has one of some kinds; None if it is not floating."""
+  kinds = [kind for kind in each if kind is not None]
+  if len(kinds) < len(each):
     return None
   kind = joined(*kinds)
-  if kind.role == Role.NUMBER:
-    return kind._replace(numbers=united([kind.numbers for kind in kinds]))
-  # One branch may return a number such as -1e9, which is infinite in float16.
-  wide = kind.is_low and not fits(kinds, kind.dtype)
+  # One of the values may be a number such as -1e9, which is infinite in float16.
+  wide = kind.is_low and kind.role != Role.NUMBER and not fits(kinds, kind.dtype)
   return kind._replace(dtype=FLOAT32) if wide else kind
 
 
@@ -98,19 +98,22 @@ def _settle_carries(
   """Finds kinds of the carries that the body also returns, and sets and returns them.
 
   The kinds of results depend on the kinds of carries, so the body is rewritten until nothing
-  changes. This ends, since roles only grow and dtypes of activations only widen.
+  changes. This ends, since roles only grow, dtypes of activations only widen, and the numbers of a
+  carry change a few times.
   """
-  # The next iteration may have other numbers.
   starts = [kinds[i] for i in body.carried]
-  state = [kind and kind._replace(variable=None, numbers=None) for kind in starts]
+  state = starts = [kind and kind._replace(variable=None) for kind in starts]
+  turn = 0
   while True:
     for i, kind in zip(body.carried, state, strict=True):
       kinds[i] = kind
     new = rewrite_inner(rewriter, eqn, body, kinds, flags=flags)
-    returned = list(map(_carried, state, new.outs[: len(state)], fixed))
+    numbers = functools.partial(numbers_of_carry, times=body.times, turn=turn)
+    each = zip(starts, state, new.outs[: len(state)], fixed, strict=True)
+    returned = [_carried(*carry, numbers) for carry in each]
     if returned == state:
       return state
-    state = returned
+    state, turn = returned, turn + 1
 
 
 def _widen_carries(body: Inner, kinds: list[Kind | None], traced: Sequence[DType | None]) -> None:
@@ -137,11 +140,23 @@ def _widen_constants(body: Inner, kinds: list[Kind | None], traced: Sequence[DTy
       kinds[i] = kind._replace(variable=FLOAT32)
 
 
-def _carried(state: Kind | None, returned: Kind | None, fixed: bool) -> Kind | None:
-  """Returns the kind of a carry that enters as `state` and leaves as `returned`."""
-  if state is None or returned is None:
+def _carried(
+  start: Kind | None,
+  state: Kind | None,
+  returned: Kind | None,
+  fixed: bool,
+  numbers: Callable[[Numbers, Numbers, Numbers], Numbers],
+) -> Kind | None:
+  """Returns the kind of a carry that enters as `state` and leaves as `returned`.
+
+  It entered the first iteration as `start`. `numbers` is `numbers_of_carry` for the loop.
+  """
+  carry = _selected((state, returned))
+  if carry is None or start is None or state is None or returned is None:
     return None
-  carry = joined(state, returned)
+  if carry.role < Role.INPUT:
+    found = numbers(start.numbers, state.numbers, returned.numbers)
+    carry = carry._replace(numbers=found)
   # Each iteration may add to a carry that starts as a number, so it stays in float32.
   is_sum = carry.role >= Role.UNROUNDED and state.role == Role.NUMBER
   return carry._replace(dtype=state.dtype) if fixed or is_sum else carry

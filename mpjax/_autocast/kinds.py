@@ -14,21 +14,17 @@ The result of an operation has the largest role of its operands.
 
 import enum
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mpjax._autocast.numbers import UNKNOWN, Numbers, numbers_of, survives, united
 from mpjax._autocast.settings import Settings
 from mpjax._core.types import FLOAT32, HALVES, Array, DType
 
 FLOATS = HALVES | {FLOAT32}
-
-MOST_NUMBERS = 8
-"""The most numbers that are kept for a value. They are part of a cache key."""
 
 
 class Role(enum.IntEnum):
@@ -56,8 +52,9 @@ class Kind(NamedTuple):
   # Whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for
   # matmuls in a format need to know.
   weight: bool = False
-  # All values that its elements may have, if they are few, as for literals and masks.
-  numbers: tuple[float, ...] | None = None
+  # The numbers among its elements, as far as they matter. Inputs and activations need none, since
+  # their dtype says already where operations run.
+  numbers: Numbers = UNKNOWN
 
   @property
   def is_low(self) -> bool:
@@ -78,7 +75,9 @@ def joined(*kinds: Kind) -> Kind:
   deciding = [kind for kind in kinds if kind.role >= min(role, Role.INPUT)]
   # A weight times a number is still a weight. The sum of a weight and an input is none.
   arrays = [kind for kind in kinds if kind.role != Role.NUMBER]
-  return Kind(role, widest(deciding), weight=bool(arrays) and all(kind.weight for kind in arrays))
+  is_weight = bool(arrays) and all(kind.weight for kind in arrays)
+  numbers = united(kind.numbers for kind in kinds) if role < Role.INPUT else UNKNOWN
+  return Kind(role, widest(deciding), weight=is_weight, numbers=numbers)
 
 
 def widest(kinds: Iterable[Kind]) -> DType:
@@ -92,36 +91,7 @@ def widest(kinds: Iterable[Kind]) -> DType:
 
 def fits(kinds: Iterable[Kind], dtype: DType) -> bool:
   """Whether all known numbers are in the range of a low-precision dtype."""
-  return all(survives(x, dtype) for kind in kinds for x in kind.numbers or ())
-
-
-@functools.lru_cache(maxsize=1024)
-def survives(number: float, dtype: DType) -> bool:
-  """Whether a number stays finite, nonzero and normal in a low-precision dtype."""
-  size, limits = abs(number), jnp.finfo(dtype)
-  if size == 0 or not np.isfinite(size):  # Every dtype has these.
-    return True
-  return float(limits.tiny) <= size <= float(limits.max)
-
-
-def numbers_of(scalar: Any) -> tuple[float, ...] | None:
-  """Returns the number that a scalar holds, if it can be part of a cache key."""
-  if not getattr(scalar, "is_fully_addressable", True):  # It is on another machine.
-    return None
-  number = float(np.asarray(scalar).item())
-  # NaN is not equal to itself, so a key with it would never be found again. -0.0 is equal to 0.0,
-  # so a key could lead to the jaxpr of the other number.
-  is_key = not np.isnan(number) and not (number == 0 and np.signbit(number))
-  return (number,) if is_key else None
-
-
-def united(each: Iterable[tuple[float, ...] | None]) -> tuple[float, ...] | None:
-  """Returns the numbers of a selection, if all are known and they are few."""
-  operands = list(each)
-  if None in operands:
-    return None
-  among = set(itertools.chain(*(numbers or () for numbers in operands)))
-  return tuple(sorted(among)) if len(among) <= MOST_NUMBERS else None
+  return all(survives(x, dtype) for kind in kinds for x in kind.numbers)
 
 
 def kind_of_constant(value: Any, settings: Settings) -> Kind | None:

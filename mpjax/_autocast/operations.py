@@ -21,12 +21,8 @@ rounded. The values are the same.
 """
 
 import dataclasses
-import itertools
-import math
 import operator
-from collections.abc import Sequence
 
-import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import (
   broadcast_in_dim_p,
@@ -38,16 +34,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mpjax._autocast.consumers import Flag, runs_as_written
 from mpjax._autocast.kinds import (
   FLOATS,
-  MOST_NUMBERS,
   Kind,
   Role,
   fits,
   joined,
   kind_of_input,
-  united,
 )
 from mpjax._autocast.linear_algebra import warn_of_linear_algebra
 from mpjax._autocast.matmuls import Operands, matmul
+from mpjax._autocast.numbers import UNKNOWN, numbers_of_result
 from mpjax._autocast.origins import adds_arrays
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import Rewriter
@@ -141,9 +136,11 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   # A cast to low precision is the user's choice of a dtype, so its result is an activation.
   keeps_role = target == FLOAT32 or value.kind.role == Role.NUMBER
   role = value.kind.role if keeps_role else Role.ACTIVATION
+  numbers = value.kind.numbers if target == FLOAT32 else UNKNOWN
   # A cast to float32 changes no value. The result shares the variable, and consumers that want the
   # dtype before the cast need no second one.
-  cast = FloatValue(value.atom, Kind(role, target, weight=value.kind.weight), uncast=value.atom)
+  kind = Kind(role, target, weight=value.kind.weight, numbers=numbers)
+  cast = FloatValue(value.atom, kind, uncast=value.atom)
   # A cast to low precision is written here for all consumers; one to float32 at each consumer.
   if target != FLOAT32 or FLOAT32 in value.casts:
     cast.atom = rewriter.cast(value, target, eqn)
@@ -219,28 +216,10 @@ def _kind(eqn: JaxprEqn, values: Operands) -> Kind:
   if not floats:  # Such as the absolute value of a complex number.
     return Kind(Role.INPUT, FLOAT32)
   kind = joined(*(v.kind for v in floats))
-  if kind.role == Role.NUMBER:
-    return kind._replace(numbers=_numbers(eqn, [v.kind.numbers for v in floats]))
+  if kind.role < Role.INPUT:
+    kind = kind._replace(numbers=numbers_of_result(eqn, [v.kind.numbers for v in floats]))
   # A moved or scaled weight is still a weight.
   return kind._replace(weight=kind.weight and (facts_of(eqn).moves or kind.role == Role.PARAMETER))
-
-
-def _numbers(
-  eqn: JaxprEqn, operands: Sequence[tuple[float, ...] | None]
-) -> tuple[float, ...] | None:
-  """Returns the possible values of the elements of a result, if they are known and few."""
-  each = [numbers for numbers in operands if numbers is not None]
-  facts = facts_of(eqn)
-  if len(each) < len(operands) or not (facts.moves or facts.folds):
-    return None
-  if facts.folds is None:  # A move or a selection computes no new number.
-    return united(each)
-  # Any combination may meet at some position. It is computed in float32, as the operation would.
-  with np.errstate(all="ignore"):
-    among = {float(facts.folds(*map(np.float32, some))) for some in itertools.product(*each)}
-  # NaN is not equal to itself, so it cannot be part of a cache key.
-  is_key = len(among) <= MOST_NUMBERS and not any(map(math.isnan, among))
-  return tuple(sorted(among)) if is_key else None
 
 
 # Writing operations.

@@ -15,8 +15,8 @@ from mpjax._autocast.kinds import (
   Role,
   kind_of_constant,
   kind_of_input,
-  numbers_of,
 )
+from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
 from mpjax._autocast.origins import Origins, origins_of
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
 from mpjax._autocast.scopes import REGION, shown_region
@@ -128,7 +128,7 @@ class Rewriter:
     if (kind := self.literal(atom)) is not None:
       return kind._replace(dtype=dtype)
     if dtype_of(atom) == np.bool_:
-      return Kind(Role.NUMBER, dtype, numbers=(0.0, 1.0))
+      return Kind(Role.NUMBER, dtype, numbers=MASK)
     # An index or a count counts as an input, since low precision cannot hold all of them.
     return kind_of_input(dtype)
 
@@ -233,7 +233,9 @@ class Rewriter:
     # A result in low precision is an activation, since the user's code has chosen its dtype.
     low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
     kinds: dict[DType | None, Kind] = {dtype: Kind(low, dtype) for dtype in FLOATS}
-    kinds[FLOAT32] = Kind(role, FLOAT32)
+    each = [kind.numbers for kind in map(self.kind, eqn.invars) if kind is not None]
+    numbers = numbers_of_result(eqn, each) if role < Role.INPUT else UNKNOWN
+    kinds[FLOAT32] = Kind(role, FLOAT32, numbers=numbers)
     # The jaxprs of a linear solve are in float32 by a rule of mpjax. Kernels are the user's.
     is_kept = facts_of(eqn).holds in AS_TRACED
     asked = scope_policy.asked if is_kept else Asked(default=self.settings.default_precision)

@@ -31,8 +31,9 @@ class FloatValue:
   @property
   def number(self) -> float | None:
     """The number of a literal or of a broadcast literal; None for other values."""
-    numbers = self.kind.numbers or ()
-    if len(numbers) != 1:
+    # None is among the numbers of a value that is not known entirely.
+    number, *others = self.kind.numbers
+    if others:
       return None
     # `Rewriter.cast` writes the number again in another dtype. It can do so for a literal and for a
     # broadcast scalar.
@@ -40,7 +41,7 @@ class FloatValue:
       is_scalar = not shape_of(self.producer.invars[0])
     else:
       is_scalar = is_number(self.atom)
-    return numbers[0] if is_scalar else None
+    return number if is_scalar else None
 
   @property
   def is_cast_once(self) -> bool:

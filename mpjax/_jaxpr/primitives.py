@@ -4,11 +4,13 @@ All code that treats primitives differently reads this table, by `facts_of`.
 """
 
 import enum
+import math
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
@@ -50,6 +52,16 @@ Group: TypeAlias = Literal[
 
 Degree: TypeAlias = Callable[[Sequence[float], EqnParams], float]
 """A function from the growth of the operands, as exponents, to the growth of the result."""
+
+
+Terms: TypeAlias = Callable[[Sequence[tuple[int, ...]], EqnParams], float]
+"""A function from the shapes of the operands and the parameters to a number of terms."""
+
+UNCOUNTED = 2.0**63
+"""A number of terms that the parameters do not say.
+
+No array has more elements. A sum of as many ones is finite in bfloat16, and infinite in float16.
+"""
 
 
 class Holds(enum.Enum):
@@ -109,6 +121,7 @@ class Row(NamedTuple):
   tests: bool = False  # the result is boolean and depends on the size of numbers
   orders: bool = False  # the order of the results depends on the size of numbers
   folds: Callable[..., Any] | None = None  # computes the result of numbers that are known
+  terms: Terms | None = None  # how many terms each element of the result sums
   # The effect of an operand's error on the result. Errors of a sum are absolute, so the rounding of
   # an operand may be as large as the result. Errors of a product are relative. Errors of an angle
   # are absolute, however large the angle is.
@@ -188,13 +201,44 @@ _SQUARES: Mapping[str, Any] = {
   "degree": lambda degrees, _: 2 * degrees[0],
 }
 _BOUNDED: Mapping[str, Any] = {**_ARITHMETIC, "bounded": True}
+
+
+def _sizes(shape: tuple[int, ...], axes: Iterable[int]) -> int:
+  return math.prod(shape[axis] for axis in axes)
+
+
+def _in_window(_: Sequence[tuple[int, ...]], params: EqnParams) -> int:
+  return math.prod(params["window_dimensions"])
+
+
+def _updates(shapes: Sequence[tuple[int, ...]], _: EqnParams) -> int:
+  return 1 + math.prod(shapes[2])  # the operand, and at most all updates
+
+
+_OVER_DEVICES: Mapping[str, Any] = {
+  "reduces_by": "reduce_sum",
+  "terms": lambda shapes, params: UNCOUNTED,
+}
+
 FAMILIES: tuple[Family, ...] = (
   # half list
   Family(
     "half",
     "Tensor Cores multiply low precision and accumulate in float32.",
-    Row("conv_general_dilated", dtype_param="preferred_element_type", flops="convolution"),
-    Row("dot_general", dtype_param="preferred_element_type", flops="dot"),
+    Row(
+      "conv_general_dilated",
+      dtype_param="preferred_element_type",
+      flops="convolution",
+      folds=operator.mul,
+      terms=lambda shapes, p: _sizes(shapes[1], p["dimension_numbers"].rhs_spec[1:]),
+    ),
+    Row(
+      "dot_general",
+      dtype_param="preferred_element_type",
+      flops="dot",
+      folds=operator.mul,
+      terms=lambda shapes, p: _sizes(shapes[0], p["dimension_numbers"][0][0]),
+    ),
     Row("ragged_dot_general", dtype_param="preferred_element_type", flops="ragged_dot"),
   ),
   # float32
@@ -246,25 +290,27 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "Roundings add up. A sum of ones stops at 256 in bfloat16, and float16 overflows at 65504.",
     "cumlogsumexp cumprod reduce_prod",
-    Row("cumsum reduce_sum reduce_window_sum", group="sum"),
+    Row("cumsum", group="sum", terms=lambda shapes, p: shapes[0][p["axis"]]),
+    Row("reduce_sum", group="sum", terms=lambda shapes, p: _sizes(shapes[0], p["axes"])),
+    Row("reduce_window_sum", group="sum", terms=_in_window),
   ),
   Family(
     "float32",
     "It sums the gradients of all uses of a value.",
-    Row("add_any", elementwise=True, group="addition"),
+    Row("add_any", elementwise=True, group="addition", terms=lambda shapes, _: len(shapes)),
   ),
   Family(
     "float32",
     "The data decides how many values they sum, as in gradients of embeddings.",
-    Row("scatter-add scatter-sub", **_UPDATES, group="sum"),
+    Row("scatter-add scatter-sub", **_UPDATES, group="sum", terms=_updates),
     Row("scatter-mul", **_UPDATES),
-    Row("select_and_scatter_add", group="sum"),
+    Row("select_and_scatter_add", group="sum", terms=_in_window),
   ),
   Family(
     "float32",
     'They sum gradients over devices, with twice the bytes. "keep" sends half.',
-    Row("psum psum_invariant reduce_scatter", reduces_by="reduce_sum"),
-    Row("unreduced_psum unreduced_reduce_scatter", reduces_by="reduce_sum"),
+    Row("psum psum_invariant reduce_scatter", **_OVER_DEVICES),
+    Row("unreduced_psum unreduced_reduce_scatter", **_OVER_DEVICES),
   ),
   # promote
   Family(
@@ -272,7 +318,14 @@ FAMILIES: tuple[Family, ...] = (
     "The result is rounded once.",
     Row("add", **_SUMS, folds=operator.add),
     Row("sub", **_SUMS, folds=operator.sub),
-    Row("div", **_FACTORS, group="quotient", divides=True, degree=lambda d, _: d[0] - d[1]),
+    Row(
+      "div",
+      **_FACTORS,
+      group="quotient",
+      divides=True,
+      degree=lambda d, _: d[0] - d[1],
+      folds=operator.truediv,
+    ),
     Row(
       "max min",
       elementwise=True,
@@ -324,7 +377,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They are exact in every dtype.",
-    Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0]),
+    Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.abs),
     Row(
       "neg",
       elementwise=True,
@@ -335,7 +388,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Row("ceil floor round", **_BOUNDED, role="sum", group="rounding"),
     Row("is_finite", tests=True),
-    Row("sign", elementwise=True, exact=True),
+    Row("sign", elementwise=True, exact=True, folds=np.sign),
   ),
   Family(
     "keep",
@@ -354,7 +407,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "The result is rounded once. Sums widen them.",
     Row("one_minus_square", **_SQUARES),
-    Row("square", **_SQUARES, group="power"),
+    Row("square", **_SQUARES, group="power", folds=np.square),
   ),
   Family(
     "keep",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpjax._autocast.kinds import Kind, Role
+from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.values import FloatValue
 
 BFLOAT16, FLOAT32 = np.dtype(jnp.bfloat16), np.dtype("float32")
@@ -29,11 +30,14 @@ def test_a_value_in_low_precision_may_be_in_a_float32_variable(dtype, low):
 
 
 def test_the_number_of_a_literal_and_of_an_array_that_is_filled_with_one():
-  number = Kind(Role.NUMBER, FLOAT32, numbers=(1.5,))
+  number = Kind(Role.NUMBER, FLOAT32, numbers=frozenset({1.5}))
   literal, (array,) = FILLED.invars[0], FILLED.outvars
   assert FloatValue(literal, number).number == 1.5
   assert FloatValue(array, number, producer=FILLED).number == 1.5
   # It cannot be written in another dtype: it is an array of unknown making, or one of two numbers.
   assert FloatValue(array, number).number is None
-  assert FloatValue(array, number._replace(numbers=(0.0, 1.0)), producer=FILLED).number is None
-  assert FloatValue(literal, number._replace(numbers=None)).number is None
+  assert (
+    FloatValue(array, number._replace(numbers=frozenset({0.0, 1.0})), producer=FILLED).number
+    is None
+  )
+  assert FloatValue(literal, number._replace(numbers=UNKNOWN)).number is None

@@ -14,7 +14,15 @@ import pytest
 from jax.extend.core import Primitive
 
 import mpjax
-from mpjax._jaxpr.primitives import FACTS, FAMILIES, HIGHER_ORDER, PARTS, Holds, integer_pow_part
+from mpjax._jaxpr.primitives import (
+  FACTS,
+  FAMILIES,
+  HIGHER_ORDER,
+  PARTS,
+  UNCOUNTED,
+  Holds,
+  integer_pow_part,
+)
 from tests import op_lists_page, registered_primitives
 from tests.autocast import samples
 from tests.programs import equations
@@ -128,6 +136,41 @@ def test_the_risks_follow_a_rounding_through_every_collective():
     assert row.moves or row.exact or row.group, name
   for row in (row for row in FACTS.values() if row.reduces_by):
     assert row.group == FACTS[row.reduces_by].group is not None
+
+
+def of_sample(name):
+  """Returns the equation of a primitive in its sample, whose inputs are those of the equation."""
+  fun, args, _ = SAMPLES[name]
+  return next(e for e, _ in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name == name)
+
+
+SUMS = {name: row.terms for name, row in FACTS.items() if row.terms and name in SAMPLES}
+COUNTED = {"add_any", "conv_general_dilated", "cumsum", "dot_general", "reduce_sum"}
+
+
+@pytest.mark.parametrize("name", sorted(SUMS))
+def test_a_sum_of_ones_is_at_most_its_number_of_terms(name):
+  assert COUNTED | {"scatter-add", "psum"} <= SUMS.keys()
+  fun, args, _ = SAMPLES[name]
+  eqn, ones = of_sample(name), [np.ones_like(x) if x.dtype == "float32" else x for x in args]
+  terms = SUMS[name]([v.aval.shape for v in eqn.invars], eqn.params)
+  largest = max(np.abs(x).max() for x in jax.tree.leaves(jax.jit(fun)(*ones)))
+  assert 1 <= largest <= terms
+  # The indices decide how many updates meet, and the mesh how many devices there are.
+  assert largest == terms or name not in COUNTED
+  assert (terms == UNCOUNTED) == bool(FACTS[name].reduces_by)
+
+
+FOLDED = {
+  name: row.folds for name, row in FACTS.items() if row.folds and not row.terms and name in SAMPLES
+}
+
+
+@pytest.mark.parametrize("name", sorted(FOLDED))
+def test_the_result_of_numbers_is_that_of_the_primitive(name):
+  assert {"add", "sub", "mul", "div", "neg", "abs"} <= FOLDED.keys()
+  fun, args, _ = SAMPLES[name]
+  np.testing.assert_array_equal(jax.jit(fun)(*args), FOLDED[name](*args))
 
 
 def test_what_is_elementwise_reads_its_own_position_alone():
