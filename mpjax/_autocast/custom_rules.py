@@ -27,6 +27,7 @@ from mpjax._autocast.control_flow import (
   rewrite_inner,
 )
 from mpjax._autocast.kinds import Kind, kinds_of_constants
+from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
 from mpjax._autocast.scopes import ScopePolicy, region_of
@@ -155,8 +156,7 @@ class _Custom(NamedTuple):
       return _with_some(outs, changes, smooth)
 
     operands = _with_some(primals, tangents, moving)
-    # A tangent has the dtype and the kind of its primal.
-    ins = _with_some(self.ins, self.ins, moving)
+    ins = _with_some(self.ins, list(map(_of_change, self.ins)), moving)
     outs = _with_some(self.outs, self.outs, smooth)
     results, _ = self.run(rule, operands, ins, outs, self.flags, derivative=True)
     values, changes = results[: len(self.outs)], results[len(self.outs) :]
@@ -217,7 +217,7 @@ class _Custom(NamedTuple):
 
     # The user's backward rule sees the dtypes that its forward rule saved.
     operands = _with_some(arrays, changes, smooth)
-    ins = _with_some(saved.slots, self.outs, smooth)
+    ins = _with_some(saved.slots, list(map(_of_change, self.outs)), smooth)
     outs = [self.ins[i] for i in saved.moving]
     gradients, _ = self.run(rule, operands, ins, outs, derivative=True)
     return tuple(_replaced([None] * len(self.ins), saved.moving, gradients))
@@ -236,6 +236,13 @@ def _type(x: Array, dtype: DType | None) -> AbstractValue:
   """Returns the type of an operand as it was traced, in the shape that it has now."""
   aval = jax.typeof(x)
   return aval if dtype is None else cast(ShapedArray, aval).update(dtype=dtype)
+
+
+def _of_change(slot: _Slot) -> _Slot:
+  """Returns the slot of a tangent or a cotangent, from that of its value."""
+  dtype, kind = slot
+  # The value may be the number 1.5. Its cotangent is another number.
+  return dtype, kind and kind._replace(numbers=UNKNOWN)
 
 
 def _is_reference(aval: AbstractValue) -> bool:

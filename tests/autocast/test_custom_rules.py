@@ -236,6 +236,23 @@ def test_a_number_that_a_rule_closes_over_decides_nothing():
 # Other derivatives.
 
 
+def test_a_cotangent_is_not_taken_for_the_number_of_its_value():
+  @jax.custom_vjp
+  def fun(h):
+    return 2 * h, jnp.float32(1.5)
+
+  def backward(h, cotangents):
+    return (h @ jnp.broadcast_to(cotangents[1], h.shape),)
+
+  fun.defvjp(lambda h: (fun(h), h), backward)
+
+  def loss(w, x):
+    return 3 * fun(x @ w)[1]
+
+  w = jnp.eye(4)
+  np.testing.assert_array_equal(jax.grad(mpjax.autocast(loss))(w, w), jax.grad(loss)(w, w))
+
+
 def test_derivatives_of_each_order_and_mode():
   direction = jnp.ones((4, 3))
   second = lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())  # noqa: E731
