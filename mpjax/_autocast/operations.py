@@ -253,8 +253,11 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   which stops at 256 in bfloat16. The gradients of the two slices in `x[1:] - x[:-1]` are added.
   """
   facts, floats = facts_of(eqn), [v for v in values if v is not None]
+  # XLA fuses a softmax with a selection in float32, and computes both again in the backward pass.
+  # With a cast in between it would save the exponentials. In a derivative, JAX would save zeros.
+  selects = facts.group == "selection" and not rewriter.settings.in_derivative
   # Only for consumers in float32, such as that subtraction. A slice for a matmul stays low.
-  if facts.gradient == "placed":
+  if facts.gradient == "placed" or selects:
     return all(rewriter.flags_at(var) & Flag.FLOAT32 for var in eqn.outvars)
   # Unique indices use each row once, so nothing is summed. A literal has no gradient.
   if facts.gradient == "repeated" and not eqn.params.get("unique_indices"):

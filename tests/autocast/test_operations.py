@@ -329,6 +329,18 @@ def test_parts_of_an_activation_are_taken_in_float32_variables_if_float32_uses_t
   assert runs_in(lambda w, x, h: h[:4] @ h, "slice") == {LOW}
 
 
+def test_a_selection_runs_in_float32_if_a_float32_operation_uses_it():
+  masked = lambda w, x, h: jnp.where(x > 0, h, -1e9)  # noqa: E731
+  softmax = lambda w, x, h: jax.nn.softmax(masked(w, x, h))  # noqa: E731
+  assert runs_in(softmax, "select_n") == {F32}
+  assert runs_in(masked, "select_n") == {LOW}
+  # A derivative rule selects zeros, which JAX saves.
+  relu = mpjax.autocast(lambda w, x: jax.nn.relu(x @ w), LOW)
+  program = jax.make_jaxpr(lambda w, x: jax.jvp(relu, (w, x), (w, x))[1])(W, X)
+  chosen = [eqn for eqn, _ in programs.equations(program) if eqn.primitive.name == "select_n"]
+  assert [dtypes(eqn) for eqn in chosen] == [{LOW}]
+
+
 def test_an_integer_that_pads_an_activation_is_not_rounded():
   def fun(w, x, n):
     return jax.lax.pad(x @ w, n.astype("float32"), ((0, 1, 0), (0, 0, 0)))

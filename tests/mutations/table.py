@@ -808,7 +808,7 @@ tests/integration/test_local_rules.py::test_an_integer_literal_that_is_passed_to
 mpjax/_autocast/operations.py::_runs_in_float32_variables
 
 108 gradients of the parts of an activation are added in low precision
-- if facts.gradient == "placed":
+- if facts.gradient == "placed" or selects:
 -   return all(rewriter.flags_at(var) & Flag.FLOAT32 for var in eqn.outvars)
 tests/autocast/test_operations.py::test_parts_of_an_activation_are_taken_in_float32_variables_if_float32_uses_them
 
