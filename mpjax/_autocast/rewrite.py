@@ -5,7 +5,12 @@ from collections.abc import Callable, Mapping
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mpjax._autocast.activations import Activation, activations_of, write_activation
+from mpjax._autocast.activations import (
+  Activation,
+  activations_of,
+  is_one_equation,
+  write_activation,
+)
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
 from mpjax._autocast.kinds import Kind, Kinds
@@ -51,17 +56,22 @@ def rewrite(
 
 
 def _write_equations(rewriter: Rewriter, jaxpr: Jaxpr, functions: Mapping[int, Activation]) -> None:
-  """Writes the equations in order; `functions` are activation functions by first position."""
-  # Positions that an activation function has written in advance.
-  done: frozenset[int] = frozenset()
+  """Writes the equations in order; `functions` are activation functions by their ends."""
+  ends: dict[int, list[int]] = {}  # of the functions that begin at each position
+  for end, function in functions.items():
+    ends.setdefault(min(function.positions), []).append(end)
+  # Positions inside of functions, which are written as one equation where they end.
+  done: set[int] = set()
   for position, eqn in enumerate(jaxpr.eqns):
-    function = functions.get(position)
-    if function is not None and write_activation(rewriter, function):
-      done |= function.positions
+    for end in ends.get(position, ()):
+      if is_one_equation(rewriter, functions[end]):
+        done |= functions[end].positions
     if is_higher_order(eqn):
       _higher_order(rewriter, eqn)
     elif position not in done:
       operation(rewriter, eqn)
+    elif position in functions:
+      write_activation(rewriter, functions[position])
 
 
 def _higher_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:

@@ -175,8 +175,10 @@ def _key_of_literal(literal: Literal) -> Hashable:
   return literal.aval, same
 
 
-def with_key(eqns: Sequence[JaxprEqn], root: Var, outs: Sequence[Atom]) -> tuple[Jaxpr, Hashable]:
+def with_key(
+  eqns: Sequence[JaxprEqn], roots: Sequence[Var], outs: Sequence[Atom]
+) -> tuple[Jaxpr, Hashable]:
   """Returns a jaxpr of equations, and a key; jaxprs with equal keys compute the same function."""
-  new = jaxpr_of(unscoped(eqns), [root], outs)
+  new = jaxpr_of(unscoped(eqns), roots, outs)
   # In an audit, each operation needs its own line.
   return new, _part(new.eqns, 0, dict.fromkeys(outs, 1))[0] if AUDIT.value is None else id(new)

@@ -624,7 +624,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("call_hi_primitive", holds=Holds.OBJECT),
     # One of its four jaxprs runs. The others are for derivatives and checks.
     Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
-    Row("linear_call matmul_tangent", holds=Holds.LINEAR_CALL),
+    Row("activation_tangent linear_call matmul_tangent", holds=Holds.LINEAR_CALL),
   ),
 )
 """Every primitive of each supported JAX, in exactly one row."""

@@ -129,6 +129,11 @@ NESTED = {
     3 * 128,
     True,
   ),
+  "activation_tangent": (
+    lambda x: jax.jvp(mpjax.autocast(lambda x: square(jax.nn.gelu(square(x)))), (x,), (x,))[1],
+    6 * 128,
+    True,
+  ),
   # It runs as it was traced: two products of a matrix and a vector.
   "custom_linear_solve": (
     lambda x: lax.custom_linear_solve(lambda v: x @ v, x[0], lambda _, b: x @ (x.T @ b)),
