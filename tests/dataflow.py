@@ -19,10 +19,7 @@ WIDTHS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 
 CASTS = ("convert_element_type", "reduce_precision")
 
-IDENTITIES = (
-  *("optimization_barrier", "as_laid_out", "first_order", "copy", "name"),
-  *("layout_constraint", "tie"),
-)
+IDENTITIES = ("optimization_barrier", "first_order", "copy", "name", "layout_constraint", "tie")
 """Operations that return their operand."""
 
 MOVES = (

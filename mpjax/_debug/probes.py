@@ -28,7 +28,8 @@ from mpjax._jaxpr.runner import Enclosing, Observer
 from mpjax._jaxpr.steps import Body, Step
 
 _PASS_ON = frozenset(
-  (
+  primitive.name
+  for primitive in (
     *(p.add_p, p.sub_p, p.mul_p, p.neg_p, p.abs_p, p.add_jaxvals_p, p.sqrt_p, p.square_p),
     *(p.log_p, p.log1p_p, p.sin_p, p.cos_p, p.reduce_sum_p, p.reduce_prod_p, p.cumsum_p),
     *(p.dot_general_p, p.reshape_p, p.transpose_p, p.squeeze_p, p.broadcast_in_dim_p, p.rev_p),
@@ -386,7 +387,7 @@ def _passes_on(step: Step, position: int) -> bool:
   primitive = step.eqn.primitive
   # 1 / inf is 0, so a divisor is not passed on.
   is_dividend = primitive is p.div_p and position == 0
-  if not (primitive in _PASS_ON or effect_of(step) == "casts" or is_dividend):
+  if not (primitive.name in _PASS_ON or effect_of(step) == "casts" or is_dividend):
     return False
   # An empty result is finite, whatever its operands are.
   result = step.eqn.outvars[0]

@@ -432,7 +432,7 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "They say where values are stored.",
     Row("layout_constraint relayout with_memory_space_constraint", group="move"),
-    Row("as_laid_out first_order reshard sharding_constraint", **_MOVES),
+    Row("first_order reshard sharding_constraint", **_MOVES),
   ),
   Family(
     "keep",

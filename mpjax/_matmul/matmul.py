@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import AbstractValue, ShapedArray
+from jax.core import AbstractValue, ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core.primitives import dot_general_p
@@ -34,7 +34,7 @@ from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
 from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, placed_like
-from mpjax._jaxpr.compat import WRITTEN_OUT, bind
+from mpjax._jaxpr.compat import WRITTEN_OUT, bind, with_equations
 from mpjax._jaxpr.count import DotAxes, dot_axes
 from mpjax._jaxpr.locations import EMULATED, NOT_IN, RECIPE
 from mpjax._jaxpr.reader import Atom, aval_of
@@ -205,14 +205,10 @@ def _mapped_over(call: Callable[..., Any], levels: Levels) -> Callable[..., Any]
 
 def into(primitive: Primitive, operands: Sequence[Array], params: Mapping[str, Any]) -> Array:
   """Returns the result of a matmul, perhaps in a wider dtype than the operands."""
-  result: Array = primitive.bind(*operands, **params)
-  wider = result.dtype.itemsize > max(x.dtype.itemsize for x in operands)
-  if not wider or primitive is not dot_general_p:
-    return result
-  # XLA for CPUs may transpose this matmul, see `as_laid_out_p`. JAX refuses the reshape in its
-  # lowering for a result that is sharded over explicit axes.
-  sharded = any(any(jax.typeof(x).sharding.spec) for x in operands)
-  return result if sharded else as_laid_out_p.bind(result)
+  out = params["preferred_element_type"]
+  wider = out is not None and out.itemsize > max(x.dtype.itemsize for x in operands)
+  into_wider = wider and primitive is dot_general_p
+  return (wide_dot_general_p if into_wider else primitive).bind(*operands, **params)
 
 
 # In the format of a recipe.
@@ -647,21 +643,65 @@ ad.primitive_jvps[first_order_p] = _refuse
 batching.defvectorized(first_order_p)
 mlir.register_lowering(first_order_p, lambda _, x, **__: [x])
 
-as_laid_out_p = Primitive("as_laid_out")
-"""The identity, which keeps XLA for CPUs from transposing the matmul before it.
+wide_dot_general_p = Primitive(dot_general_p.name)
+"""A `dot_general` into a wider dtype, in which a CPU multiplies it.
 
-XLA for CPUs gives some matmuls of bfloat16 into float32 to a library that supports one layout. It
-fails if XLA has turned a transpose of the result into transposes of the operands. On other
-platforms nothing is lowered for it.
+XLA for CPUs gives some matmuls of bfloat16 into float32 to a library, and transposes an operand
+later. The library does not support the new layout, and the program fails when it runs. Operands in
+float32 have the same products. On other platforms it is JAX's primitive, under whose name all code
+that reads jaxprs finds it.
 """
 
-as_laid_out_p.def_impl(lambda x: x)
-as_laid_out_p.def_abstract_eval(lambda aval: aval)
-ad.deflinear2(as_laid_out_p, lambda cotangent, _: [cotangent])
-batching.defvectorized(as_laid_out_p)
-mlir.register_lowering(as_laid_out_p, lambda _, x: [x])
-_on_cpu = mlir.lower_fun(
-  lambda x: jnp.reshape(jax.lax.optimization_barrier(jnp.reshape(x, -1)), x.shape),
-  multiple_results=False,
-)
-mlir.register_lowering(as_laid_out_p, _on_cpu, platform="cpu")
+
+def _dot_general(*operands: Array, **params: Any) -> Array:
+  return dot_general_p.bind(*operands, **params)
+
+
+def _widened(*operands: Array, **params: Any) -> Array:
+  out = params["preferred_element_type"]
+  return _dot_general(*(jax.lax.convert_element_type(x, out) for x in operands), **params)
+
+
+# Compiled, since only a lowering knows the platform.
+@functools.partial(jax.jit, static_argnames="params")
+def _compiled(*operands: Array, params: tuple[tuple[str, Any], ...]) -> Array:
+  return wide_dot_general_p.bind(*operands, **dict(params))
+
+
+@wide_dot_general_p.def_impl
+def _run_wide(*operands: Array, **params: Any) -> Array:
+  with jax.disable_jit(False):
+    return _compiled(*operands, params=tuple(params.items()))
+
+
+@wide_dot_general_p.def_abstract_eval
+@remembered_off_mesh
+def _type_of_wide(*avals: ShapedArray, **params: Any) -> AbstractValue:
+  return jax.make_jaxpr(functools.partial(_dot_general, **params))(*avals).jaxpr.outvars[0].aval
+
+
+def _batch_wide(
+  operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+  # JAX's own rule decides the axes. Its matmul becomes this one again.
+  mapped = jax.vmap(functools.partial(_dot_general, **params), in_axes=tuple(dims))
+  program = jax.make_jaxpr(mapped)(*operands)
+  eqns = [
+    eqn.replace(primitive=wide_dot_general_p) if eqn.primitive is dot_general_p else eqn
+    for eqn in program.eqns
+  ]
+  return eval_jaxpr(with_equations(program.jaxpr, eqns), program.consts, *operands)[0], 0
+
+
+def _transpose_wide(side: int, cotangent: Array, *operands: Any, **params: Any) -> Array:
+  def linear(x: Array) -> Array:
+    return _dot_general(*(x if i == side else y for i, y in enumerate(operands)), **params)
+
+  return jax.linear_transpose(linear, operands[side].aval)(cotangent)[0]
+
+
+ad.defbilinear(wide_dot_general_p, *(functools.partial(_transpose_wide, i) for i in (0, 1)))
+batching.primitive_batchers[wide_dot_general_p] = _batch_wide
+mlir.register_lowering(wide_dot_general_p, mlir.lower_fun(_dot_general, multiple_results=False))
+_on_cpu = mlir.lower_fun(_widened, multiple_results=False)
+mlir.register_lowering(wide_dot_general_p, _on_cpu, platform="cpu")

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
-from mpjax._matmul.matmul import as_laid_out_p, first_order_p
+from mpjax._matmul.matmul import first_order_p
 
 
 class Sample(NamedTuple):
@@ -232,7 +232,6 @@ KEEP: dict[str, Sample] = {
   "approx_top_k": _elementwise(lambda x: lax.approx_max_k(x, 2)[0]),
   "argmax": _elementwise(lambda x: lax.argmax(x, 1, jnp.int32), smooth=()),
   "argmin": _elementwise(lambda x: lax.argmin(x, 1, jnp.int32), smooth=()),
-  "as_laid_out": _elementwise(as_laid_out_p.bind),
   "broadcast_in_dim": _elementwise(lambda x: lax.broadcast(x, (2,))),
   "copy": _elementwise(jnp.copy),
   "cummax": _elementwise(lambda x: lax.cummax(x, 1)),

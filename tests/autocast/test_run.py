@@ -11,7 +11,7 @@ import pytest
 import mpjax
 from mpjax._autocast import run as running
 from tests import programs
-from tests.autocast.rig import rewritten
+from tests.autocast.rig import rewritten, with_vjp
 
 W = jnp.eye(3)
 X = jnp.arange(6.0).reshape(2, 3)
@@ -199,3 +199,54 @@ def test_an_audit_shows_each_line_of_what_is_differentiated_once(transform, x, m
   assert len({risk.source for risk in shared.risks}) == 2
   monkeypatch.setattr(running, "comes_from_program", lambda x: False)
   assert shared.to_json() == audited().to_json()
+
+
+# Second derivatives, which `vmap` maps over examples.
+
+
+def hessians(fun, forward):
+  """Returns a function of (w, x, v): second derivatives by `v`; `forward` allows forward mode."""
+
+  def all_of(w, x, v):
+    def of_v(v):
+      return fun(w, x, v)
+
+    gradient = jax.grad(of_v)
+    reverse = jax.jacrev(gradient)(v), jax.grad(lambda v: jnp.vdot(gradient(v), v))(v)
+    if not forward:
+      return reverse
+    modes = jax.hessian(of_v)(v), jax.jacrev(jax.jacfwd(of_v))(v), jax.jacfwd(jax.jacfwd(of_v))(v)
+    return (*reverse, *modes, jax.jvp(gradient, (v,), (v,))[1])
+
+  return all_of
+
+
+TWICE = {
+  "matmuls": lambda w, x, v: jnp.sum(jnp.tanh(x @ w @ v)),
+  "powers": lambda w, x, v: jnp.sum(jax.nn.gelu(x @ (w * v[None])) @ w),
+  "custom_jvp": lambda w, x, v: jnp.sum(jax.nn.silu(x @ (w * v[None])) @ w),
+  "custom_vjp": lambda w, x, v: jnp.sum(with_vjp(lambda y, w: jnp.sin(y) @ w)(x * v[None], w)),
+  "axes": lambda w, x, v: jnp.sum(
+    jnp.einsum("km,npk->mnp", x * v[None], w[:, :, None] * v[None, None, :4]) ** 2
+  ),
+}
+
+
+@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+  "inside", [True, False], ids=["autocast of hessian", "hessian of autocast"]
+)
+@pytest.mark.parametrize("name", TWICE)
+def test_second_derivatives_of_mapped_examples(name, inside, outside):
+  keys = jax.random.split(jax.random.key(0), 3)
+  args = [
+    jax.random.normal(k, s) / 3 for k, s in zip(keys, [(2, 8, 8), (2, 4, 8), (2, 8)], strict=True)
+  ]
+  plain, forward = TWICE[name], name != "custom_vjp"
+  if inside:
+    ours = mpjax.autocast(hessians(plain, forward))
+  else:
+    ours = hessians(mpjax.autocast(plain), forward)
+  found, want = outside(jax.vmap(ours))(*args), jax.jit(jax.vmap(hessians(plain, forward)))(*args)
+  for a, b in zip(found, want, strict=True):
+    assert programs.error(a, b) < 0.1

@@ -98,8 +98,9 @@ def test_the_dtype_asked_for(devices, stored, compute, asked):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_what_is_gathered_of_sharded_parameters_is_half(devices, kind):
-  # Parameters in float32, a part on each device: each is cast to half before it travels.
-  model, mesh = nn.Sequential([nn.Dense(8), nn.Dense(8)]), mesh_of(devices, kind)
+  # Parameters in float32, a part on each device: each is cast to half before it travels. A CPU
+  # would multiply into a float32 result with float32 operands, so `tanh` computes the result here.
+  model, mesh = nn.Sequential([nn.Dense(8), nn.Dense(8), nn.tanh]), mesh_of(devices, kind)
   x = jnp.ones((BATCH, 8))
   params = params_of(model, x)
   args = (

@@ -6,6 +6,7 @@ over many rows: those are what float32 weight gradients are for.
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,22 @@ def test_a_loss_over_mapped_examples_has_one_matmul_over_all_of_them():
   (wide,) = wide_products(program)
   assert wide.flops == 2 * w.size * 40 * 5
   assert len(products(program)) == 3
+
+
+# On a CPU
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize("axes", ["km,npk->mnp", "km,knp->mnp", "bkm,nbk->bmn"])
+def test_a_cpu_computes_a_float32_sum_over_any_axes(axes, around):
+  # In bfloat16, XLA gives these matmuls to a library that then refuses them.
+  left, right, _ = re.split(",|->", axes)
+  x, w = (
+    integral(i, (8,) * (len(each) + (around is jax.vmap)), 9)
+    for i, each in enumerate((left, right))
+  )
+  fun = functools.partial(jnp.einsum, axes)
+  np.testing.assert_array_equal(around(mpjax.autocast(fun))(x, w), around(fun)(x, w))
 
 
 # Inner jaxprs
