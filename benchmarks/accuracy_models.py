@@ -251,17 +251,17 @@ def attention(query: Any, key: Any, value: Any, mask: Any = None, is_causal=Fals
   return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), value)
 
 
-_IDS = integers(4, 6, below=11)
-_TOKENS = integers(3, 6, below=17)
-_IS_TOKEN = np.arange(6)[None] < np.array([[6], [4], [5]])
+_IDS = integers(4, 8, below=11)
+_TOKENS = integers(3, 8, below=17)
+_IS_TOKEN = np.arange(8)[None] < np.array([[8], [5], [6]])
 
 BY_HAND = {
   # By the name here: that of the test's model, an input, and how its author would write it.
   "MLP": ("mlp", normal(8, 12), ("dtype",)),
   "CNN": ("hard_coded", normal(2, 6, 6, 3), ("dtype",)),
   "ResNet": ("resnet", normal(4, 8, 8, 3), ("dtype",)),
-  "MLP-Mixer": ("mixer", normal(3, 4, 12), ("dtype",)),
-  "transformer block": ("transformer", normal(2, 6, 8), BOTH),
+  "MLP-Mixer": ("mixer", normal(3, 8, 12), ("dtype",)),
+  "transformer block": ("transformer", normal(2, 8, 16), BOTH),
   "LSTM": ("lstm", normal(3, 6, 9), BOTH),
   "GRU": ("gru", normal(3, 6, 9), BOTH),
   "gated language model": ("language_model", _IDS, BOTH),

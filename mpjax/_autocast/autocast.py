@@ -92,7 +92,7 @@ def autocast(
     UnmatchedRuleError: when called, if no scope has the path of a rule.
 
   >>> import jax, jax.numpy as jnp, mpjax
-  >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+  >>> w, x = jnp.ones((8, 3)), jnp.ones((2, 8))
   >>> for eqn in jax.make_jaxpr(mpjax.autocast(lambda w, x: jnp.exp(x @ w)))(w, x).eqns:
   ...   print(eqn.primitive, eqn.outvars[0].aval.dtype)
   convert_element_type bfloat16

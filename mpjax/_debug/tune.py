@@ -67,7 +67,7 @@ def tune(
   ...   with jax.named_scope("hot"):  # its matmul overflows float16
   ...     y = ((y * 3e3) @ w) / 3e3
   ...   return jnp.mean(y**2)
-  >>> w, x = 9 * jnp.eye(4), 3 + jnp.arange(8.0).reshape(2, 4) / 8
+  >>> w, x = 9 * jnp.eye(8), 3 + jnp.arange(16.0).reshape(2, 8) / 16
   >>> report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(w, x)
   tune: 3 modules, at most 18 measurements
   >>> report.rules

@@ -92,7 +92,7 @@ class TuneReport(Report):
 
   >>> import jax.numpy as jnp, mpjax
   >>> tune = mpjax.tune(lambda w, x: jnp.mean((x @ w) ** 2), tolerance=0.1)
-  >>> report = tune(jnp.eye(4), jnp.ones((2, 4)))
+  >>> report = tune(jnp.eye(8), jnp.ones((2, 8)))
   tune: 1 modules, at most 16 measurements
   >>> report.rules, report.error, report.half_share
   ((), 0.0, 1.0)

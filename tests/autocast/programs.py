@@ -62,8 +62,8 @@ def sharded_step(params: Any, batch: Any) -> Any:
 
 
 def _sharded_values() -> Any:
-  params = {"up": plain.dense(4, 8), "bias": normal(8) / 4, "down": plain.dense(8, 4, 1)}
-  return params, {"x": normal(16, 4, seed=2), "y": normal(16, 4, seed=3)}
+  params = {"up": plain.dense(8, 8), "bias": normal(8) / 4, "down": plain.dense(8, 8, 1)}
+  return params, {"x": normal(64, 8, seed=2), "y": normal(64, 8, seed=3)}
 
 
 PROGRAMS: dict[str, Program] = {

@@ -65,7 +65,7 @@ def _ragged(x: Any, w: Any) -> Any:
 
 HALF: dict[str, Sample] = {
   "dot_general": Sample(
-    lambda x, y: lax.dot_general(x, y, (((1,), (2,)), ((0,), (0,)))), (unit(2, 5, 3), unit(2, 4, 5))
+    lambda x, y: lax.dot_general(x, y, (((1,), (2,)), ((0,), (0,)))), (unit(2, 9, 8), unit(2, 8, 9))
   ),
   "conv_general_dilated": Sample(_convolve, (unit(2, 5, 6, 3), unit(3, 2, 3, 4, seed=1))),
   "ragged_dot_general": Sample(_ragged, (unit(5, 4), unit(3, 4, 2, seed=1))),

@@ -87,10 +87,10 @@ def test_booleans_and_integers_of_numpy_are_not_traced():
     ref[...] = x.sum()  # A reference is no number either.
     return (jnp.ones(size) @ x if flag else x), counts + 1
 
-  x, ref = np.ones((3, 2), np.float32), jax.new_ref(jnp.zeros(()))
-  found, more = mpjax.autocast(fun)(x, np.bool_(True), np.int64(3), np.asarray([2**40]), ref)
-  np.testing.assert_array_equal(found, [3, 3])
-  assert (more.item(), ref[...]) == (2**40 + 1, 6)
+  x, ref = np.ones((8, 2), np.float32), jax.new_ref(jnp.zeros(()))
+  found, more = mpjax.autocast(fun)(x, np.bool_(True), np.int64(8), np.asarray([2**40]), ref)
+  np.testing.assert_array_equal(found, [8, 8])
+  assert (more.item(), ref[...]) == (2**40 + 1, 16)
 
 
 def test_nothing_to_trace_and_nothing_to_cast():
@@ -243,13 +243,13 @@ def test_a_function_that_writes_to_the_hk_transform_around_it_is_refused(forward
 
 def test_an_autocast_function_of_arrays_runs_inside_of_hk_transform():
   def forward(x):
-    return mpjax.autocast(jnp.dot)(x, hk.get_parameter("w", (3, 2), init=jnp.ones))
+    return mpjax.autocast(jnp.dot)(x, hk.get_parameter("w", (8, 2), init=jnp.ones))
 
   model = hk.without_apply_rng(hk.transform(forward))
-  x = jnp.ones((1, 3))
+  x = jnp.ones((1, 8))
   params = model.init(None, x)
   assert jax.eval_shape(model.apply, params, x).dtype == jnp.float32
-  assert float(model.apply(params, x)[0, 0]) == 3
+  assert float(model.apply(params, x)[0, 0]) == 8
 
 
 def test_lists_and_rules_that_are_refused():
@@ -439,12 +439,12 @@ def test_prints_and_debug_callbacks_run_once(capfd):
     jax.debug.callback(lambda x: seen.append(x.dtype), h, ordered=True)
     return jax.checkpoint(jnp.tanh)(h).sum()
 
-  eye = np.eye(3, dtype=np.float32)
+  eye = np.eye(8, dtype=np.float32)
   for make in (lambda f: f, jax.jit, jax.grad):
     seen.clear()
     jax.block_until_ready(make(mpjax.autocast(fun))(eye, eye))
     jax.effects_barrier()
-    assert capfd.readouterr().out == "h 3.0\n"
+    assert capfd.readouterr().out == "h 8.0\n"
     assert seen == [np.dtype("float32")]
 
 
@@ -470,7 +470,7 @@ def test_arrays_that_a_function_closes_over_are_not_kept(collect):
 
 # Functions of trees: how arguments come in, and results leave.
 
-KERNEL, ROWS = jnp.eye(3) + 0.25, jnp.arange(6.0).reshape(2, 3) / 4
+ROWS = jnp.arange(16.0).reshape(2, 8) / 4
 BF16 = np.dtype(jnp.bfloat16)
 
 

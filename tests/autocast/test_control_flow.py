@@ -16,8 +16,8 @@ from tests import programs
 from tests.autocast import checks
 from tests.autocast.rig import BOTH, dtypes, find, jaxpr_under
 
-W = jnp.eye(3)
-X = jnp.arange(6.0).reshape(2, 3)
+W = jnp.eye(8)
+X = jnp.arange(16.0).reshape(2, 8)
 
 
 def one(program, name):
@@ -104,8 +104,8 @@ BRANCHES = {
   # name: (branches of y, an activation in the compute dtype, and w; dtype of the result)
   "a matmul and the identity": ((lambda y, w: y @ w, lambda y, w: y), "bfloat16"),
   "one in float32": ((lambda y, w: y @ w, lambda y, w: jnp.exp(y)), "float32"),
-  "a number": ((lambda y, w: y @ w, lambda y, w: jnp.zeros((2, 3))), "bfloat16"),
-  "a number out of range": ((lambda y, w: y @ w, lambda y, w: jnp.full((2, 3), 3.4e38)), "float32"),
+  "a number": ((lambda y, w: y @ w, lambda y, w: jnp.zeros((2, 8))), "bfloat16"),
+  "a number out of range": ((lambda y, w: y @ w, lambda y, w: jnp.full((2, 8), 3.4e38)), "float32"),
   "three": ((lambda y, w: y @ w, lambda y, w: y.sum() * y, lambda y, w: y + 1), "float32"),
 }
 
@@ -281,9 +281,9 @@ def test_constants_of_a_scan_are_cast_inside_so_that_gradients_add_in_float32(ac
 
   eqn = one(jaxpr_under(fun, W, X), "scan")
   assert {"float32"} == set(dtypes(eqn.invars))
-  x = jnp.asarray([[1.0, 0.0, 0.0]])
+  x = jnp.eye(1, 8)
   grad = programs.run(jax.grad(mpjax.autocast(fun)), W, x)
-  np.testing.assert_array_equal(grad, [[1000.0] * 3, [0.0] * 3, [0.0] * 3])
+  np.testing.assert_array_equal(grad, [[1000.0] * 8] + [[0.0] * 8] * 7)
 
 
 def test_layers_stacked_for_a_scan_are_sliced_in_float32_and_used_in_low_precision():
@@ -341,13 +341,13 @@ FORWARD = {
 def test_a_tangent_on_fewer_axes_of_an_explicit_mesh(devices, mode, fun):
   mesh = jax.make_mesh((4,), ("d",), (AxisType.Explicit,), devices=devices)
   w = jax.device_put(W, NamedSharding(mesh, jax.P()))
-  x = jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, jax.P("d")))
+  x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, jax.P("d")))
 
   def change(cast):
     f = cast(lambda x: fun(x, w))
     # Ones that are on no axis of the mesh.
     with jax.set_mesh(mesh):
-      return jax.jit(lambda x: FORWARD[mode](f, x, jnp.ones((4, 3))))(x)
+      return jax.jit(lambda x: FORWARD[mode](f, x, jnp.ones((4, 8))))(x)
 
   found, expected = change(mpjax.autocast), change(lambda f: f)
   assert jax.typeof(found) == jax.typeof(expected)
@@ -361,10 +361,10 @@ def test_a_tangent_that_varies_over_fewer_axes_of_a_shard_map(devices, mode, ins
 
   def change(cast):
     f = lambda x: jnp.tanh(x @ W) @ W  # noqa: E731
-    local = lambda f: lambda x: FORWARD[mode](f, x, jnp.ones((1, 3)))  # noqa: E731
+    local = lambda f: lambda x: FORWARD[mode](f, x, jnp.ones((1, 8)))  # noqa: E731
     mapped = local(cast(f)) if inside else cast(local(f))
     specs = {"in_specs": jax.P("d"), "out_specs": jax.P("d")}
-    return jax.jit(jax.shard_map(mapped, mesh=mesh, **specs))(jnp.ones((4, 3)))
+    return jax.jit(jax.shard_map(mapped, mesh=mesh, **specs))(jnp.ones((4, 8)))
 
   found, expected = change(mpjax.autocast), change(lambda f: f)
   assert jax.typeof(found) == jax.typeof(expected)
@@ -380,7 +380,7 @@ def test_the_types_of_a_gradient_in_a_shard_map_are_right(devices, set_flag):
     return jax.shard_map(local, mesh=mesh, **specs)(w, x).sum()
 
   set_flag("jax_enable_checks", True)
-  jax.make_jaxpr(mpjax.autocast(jax.grad(fun, (0, 1))))(W, jnp.ones((4, 3)))
+  jax.make_jaxpr(mpjax.autocast(jax.grad(fun, (0, 1))))(W, jnp.ones((4, 8)))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -400,7 +400,7 @@ def test_shard_map(devices, check_vma):
       check_vma=check_vma,
     )(w, x)
 
-  x = jnp.ones((400, 3))
+  x = jnp.ones((400, 8))
   program = jaxpr_under(fun, W, x)
   eqn = one(program, "shard_map")
   assert dtypes(eqn.outvars) == ["bfloat16", "float32"]
@@ -409,10 +409,10 @@ def test_shard_map(devices, check_vma):
   assert {t for e in sums for t in dtypes([*e.invars, *e.outvars])} == {"float32"}
   y, total = programs.run(mpjax.autocast(fun), W, x)
   np.testing.assert_array_equal(y, x)
-  assert total == 1200
+  assert total == 3200
 
   grad = programs.run(jax.grad(lambda w: mpjax.autocast(fun)(w, x)[1]), W)
-  np.testing.assert_array_equal(grad, [[400.0] * 3] * 3)
+  np.testing.assert_array_equal(grad, [[400.0] * 8] * 8)
 
 
 def test_the_state_of_a_solver_stays_in_float32():
@@ -424,5 +424,5 @@ def test_the_state_of_a_solver_stays_in_float32():
     return lax.scan(step, x, None, length=8)[0]
 
   assert dtypes(one(jaxpr_under(fun, W, X), "scan").outvars) == ["float32"]
-  found = programs.run(mpjax.autocast(fun, "bfloat16"), W, jnp.ones((2, 3)))
+  found = programs.run(mpjax.autocast(fun, "bfloat16"), W, jnp.ones((2, 8)))
   np.testing.assert_array_equal(found, 1 + 2.0**-11)

@@ -18,8 +18,8 @@ from tests.autocast.rig import matmuls
 from tests.errors import refused
 from tests.models.values import normal
 
-W = jnp.asarray([[2.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-X = jnp.asarray([[1.0, 2.0, 3.0], [-1.0, 0.0, 2.0], [0.0, 1.0, 1.0], [2.0, -1.0, 0.0]])
+W = jnp.eye(8).at[0, :2].set([2.0, 1.0])
+X = 2 - jnp.arange(32.0).reshape(4, 8) % 5
 
 
 def product_by_vjp(factor=1.0):
@@ -60,8 +60,8 @@ def types(fun, *args):
   return len(found), {t for p in found for t in p.dtypes}
 
 
-X_GRAD = np.ones((4, 3)) @ np.asarray(W).T
-W_GRAD = np.asarray(X).T @ np.ones((4, 3))
+X_GRAD = np.ones((4, 8)) @ np.asarray(W).T
+W_GRAD = np.asarray(X).T @ np.ones((4, 8))
 
 
 # Rules of JAX.
@@ -96,12 +96,12 @@ def test_a_derivative_changes_no_bit_of_the_value(rule):
 
 
 def mapped(fun):
-  return lambda x, w: jax.vmap(fun, (0, None))(x.reshape(2, 2, 3), w).reshape(4, 3)
+  return lambda x, w: jax.vmap(fun, (0, None))(x.reshape(2, 2, 8), w).reshape(4, 8)
 
 
 def in_a_scan(fun):
   def both(x, w):
-    return lax.scan(lambda c, rows: (c, fun(rows, w)), 0, x.reshape(2, 2, 3))[1].reshape(4, 3)
+    return lax.scan(lambda c, rows: (c, fun(rows, w)), 0, x.reshape(2, 2, 8))[1].reshape(4, 8)
 
   return both
 
@@ -211,7 +211,7 @@ def test_a_rule_knows_which_operands_do_not_move():
 def test_an_operand_may_come_twice_or_be_a_literal(rule):
   product = RULES[rule](2.0)
   dw = programs.run(jax.grad(of_sum(mpjax.autocast(lambda w: product(w, w)))), W)
-  w, ones = np.asarray(W), np.ones((3, 3))
+  w, ones = np.asarray(W), np.ones((8, 8))
   np.testing.assert_array_equal(dw, 2 * (ones @ w.T + w.T @ ones))
 
   @jax.custom_jvp
@@ -249,12 +249,12 @@ def test_a_cotangent_is_not_taken_for_the_number_of_its_value():
   def loss(w, x):
     return 3 * fun(x @ w)[1]
 
-  w = jnp.eye(4)
+  w = jnp.eye(8)
   np.testing.assert_array_equal(jax.grad(mpjax.autocast(loss))(w, w), jax.grad(loss)(w, w))
 
 
 def test_derivatives_of_each_order_and_mode():
-  direction = jnp.ones((4, 3))
+  direction = jnp.ones((4, 8))
   second = lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())  # noqa: E731
   cases = {
     "jvp": [
@@ -300,7 +300,7 @@ def test_a_rule_is_traced_only_when_it_is_needed():
 
 # Rules that close over arguments of the function that is autocast.
 
-CHANGE = np.asarray([[1.5, -0.75, 0.25], [0.5, 1.0, -1.25]], np.float32)
+CHANGE = np.arange(-8, 8, dtype=np.float32).reshape(2, 8) / 4
 
 
 def by_vjp(factor=1.0, computed=False):
@@ -371,7 +371,7 @@ def test_data_arguments_are_inputs_in_the_derivative_too(rule):
     rest = place - jax.lax.stop_gradient(jnp.floor(place))
     return 0.5 * (rest**2).sum() + 0.0 * (rest @ w).sum()
 
-  w, grid = np.eye(3, dtype=np.float32), np.full((2, 3), 4096, np.float32)
+  w, grid = np.eye(8, dtype=np.float32), np.full((2, 8), 4096, np.float32)
   grad = jax.grad(mpjax.autocast(loss, data_argnums=2))(CHANGE, w, grid)
   np.testing.assert_array_equal(grad, CHANGE - np.floor(CHANGE))
 
@@ -393,7 +393,7 @@ def gradient_with_reference(cast, transform=lambda f: f, *, keeps_arrays=False):
 
   tap.defvjp(forward, backward)
   loss = cast(lambda w, x, ref: jnp.sum(tap(ref, jnp.tanh(x @ w)) ** 2))
-  ref = jax.new_ref(jnp.zeros((4, 3)))
+  ref = jax.new_ref(jnp.zeros((4, 8)))
   return transform(jax.grad(loss))(W / 7, X / 7, ref), ref[...]
 
 
@@ -419,7 +419,7 @@ def test_a_reference_that_is_created_inside():
 
   @mpjax.autocast
   def inside(w, x):
-    ref = jax.new_ref(jnp.zeros((4, 3)))
+    ref = jax.new_ref(jnp.zeros((4, 8)))
     grad = jax.grad(lambda w: jnp.sum(tap(ref, x @ w) ** 2))(w)
     return grad, ref[...]
 
@@ -441,7 +441,7 @@ def test_custom_vmap_keeps_its_rule():
   @layer.def_vmap
   def _(size, batched, x, w):
     batches.append((size, batched))
-    return jnp.tanh(x.reshape(-1, 3) @ w).reshape(x.shape), True
+    return jnp.tanh(x.reshape(-1, 8) @ w).reshape(x.shape), True
 
   fn = mpjax.autocast(lambda x, w: 2 * layer(x, w), "bfloat16")
   mapped = jax.vmap(fn, (0, None))

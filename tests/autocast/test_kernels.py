@@ -17,7 +17,7 @@ from tests.programs import outermost, run
 
 pytestmark = pytest.mark.standard_promotion
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
+X = jax.random.normal(jax.random.key(0), (8, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
 
 

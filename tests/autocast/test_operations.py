@@ -175,9 +175,9 @@ def test_a_sum_of_low_precision_numbers_is_exact_in_float32(half):
   args = halves, pair, np.zeros(COUNT, np.int32)
   found = programs.run(mpjax.autocast(fun, half), *args)
   assert found == dict.fromkeys(ADDED, COUNT)
-  big = np.full((2, 2), 65504 / 2, np.float32)
+  big = np.full((8, 2), 65504 / 2, np.float32)
   total = programs.run(mpjax.autocast(lambda x, w: (x @ w).sum(), half), big, args[1])
-  assert total == 2 * float(jnp.asarray(65504, half)), "more than float16 holds"
+  assert total == 8 * float(jnp.asarray(65504, half)), "more than float16 holds"
 
 
 # Anything else.
@@ -375,9 +375,10 @@ FLOAT32_RESULTS = {
 @pytest.mark.parametrize("fun", FLOAT32_RESULTS.values(), ids=FLOAT32_RESULTS)
 def test_an_operation_that_computes_a_float32_result_of_the_policy_is_float32(fun):
   # Low-precision numbers whose sums need more digits, and parameters that do.
-  logits, b = jnp.asarray([[3.0, 1.0078125], [1, 7]]), jnp.full((2, 2), 5.00123)
+  logits = jnp.tile(jnp.asarray([[3.0, 1.0078125], [1, 7]]), (4, 4))
+  b = jnp.full((8, 8), 5.00123)
   ends = any_dtype(lambda y, b, eye: end_of_policy(fun(y @ eye, b), jnp.dtype("float32")))
-  np.testing.assert_array_equal(ends(logits, b, jnp.eye(2)), fun(logits, b))
+  np.testing.assert_array_equal(ends(logits, b, jnp.eye(8)), fun(logits, b))
 
 
 def test_a_result_of_any_dtype_keeps_a_float32_activation_and_widens_nothing():
@@ -519,8 +520,8 @@ def test_a_padded_array_keeps_its_dtype():
   assert dtype(lambda x, w: jnp.pad(x @ w, 1)) == LOW
   assert dtype(lambda x, w: jnp.pad(x @ w, 1, constant_values=-jnp.inf)) == LOW
   assert dtype(lambda x, w: jnp.pad(jnp.exp(x @ w), 1)) == F32
-  found = any_dtype(lambda x: jnp.pad(x @ jnp.eye(3), 1, constant_values=2.5))(jnp.ones((2, 3)))
-  assert np.array_equal(found, np.pad(np.ones((2, 3)), 1, constant_values=2.5))
+  found = any_dtype(lambda x: jnp.pad(x @ jnp.eye(8), 1, constant_values=2.5))(jnp.ones((2, 8)))
+  assert np.array_equal(found, np.pad(np.ones((2, 8)), 1, constant_values=2.5))
 
 
 # Operations that run as they were traced.
@@ -541,8 +542,8 @@ def test_the_users_dtypes_and_precision_stay():
 # Gradients that are sums over elements.
 
 ROWS = 4096
-EYE = jnp.eye(3)
-ONES = jnp.ones((ROWS, 3))
+EYE = jnp.eye(8)
+ONES = jnp.ones((ROWS, 8))
 
 
 def added_in_low_precision(fun, *args):
@@ -567,15 +568,15 @@ def check_gradients(losses, half, *args):
 ADD = {
   "bias": lambda y, b: y + b[None],
   "repeated": lambda y, b: y - jnp.broadcast_to(b, y.shape),
-  "row of a matmul": lambda y, b: y + (jnp.ones((1, 3)) @ jnp.diag(b)),
-  "activation": lambda y, b: y + jnp.tanh(jnp.ones((1, 3)) @ jnp.diag(b))[:, None][0],
-  "tile": lambda y, b: y + jnp.tile(jnp.ones((1, 3)) @ jnp.diag(b), (ROWS, 1)),
+  "row of a matmul": lambda y, b: y + (jnp.ones((1, 8)) @ jnp.diag(b)),
+  "activation": lambda y, b: y + jnp.tanh(jnp.ones((1, 8)) @ jnp.diag(b))[:, None][0],
+  "tile": lambda y, b: y + jnp.tile(jnp.ones((1, 8)) @ jnp.diag(b), (ROWS, 1)),
 }
 MULTIPLY = {
   "scale": lambda y, b: y * b[None],
   "divisor": lambda y, b: y / b[None],
   "number": lambda y, b: y * b[0],
-  "row of a matmul": lambda y, b: y * (jnp.ones((1, 3)) @ jnp.diag(b)),
+  "row of a matmul": lambda y, b: y * (jnp.ones((1, 8)) @ jnp.diag(b)),
   "outer product": lambda y, b: y[:, :1] * b[None],
   "maximum": lambda y, b: jnp.maximum(y - 1, b[None]),
 }
@@ -587,7 +588,7 @@ def test_the_gradient_of_a_repeated_operand_is_summed_in_float32(half):
   def loss(name):
     return lambda b, x: jnp.sum((BROADCAST[name](x @ EYE, b) @ EYE) * 2.0**-8)
 
-  check_gradients({name: loss(name) for name in BROADCAST}, half, jnp.full(3, 0.5), ONES)
+  check_gradients({name: loss(name) for name in BROADCAST}, half, jnp.full(8, 0.5), ONES)
 
 
 @pytest.mark.parametrize("axes", [AxisType.Explicit, AxisType.Auto])
@@ -595,11 +596,11 @@ def test_the_gradient_of_a_repeated_operand_is_summed_in_float32(half):
 def test_over_devices_these_gradients_are_summed_in_float32(name, axes):
   # The gradient of a replicated parameter is added up over the devices in the dtype of the sum.
   mesh = jax.make_mesh((4, 2), ("data", "model"), (axes,) * 2, devices=jax.devices("cpu")[:8])
-  fun = lambda b, x: jnp.sum(({**ADD, **MULTIPLY}[name](x @ jnp.eye(4), b) @ jnp.eye(4)) * 2.0**-8)  # noqa: E731
+  fun = lambda b, x: jnp.sum(({**ADD, **MULTIPLY}[name](x @ EYE, b) @ EYE) * 2.0**-8)  # noqa: E731
   with jax.set_mesh(mesh):
-    x = jax.device_put(jnp.ones((64, 4)), jax.P("data", None))
+    x = jax.device_put(jnp.ones((64, 8)), jax.P("data", None))
     for spec in [jax.P(None), jax.P("model")] if axes == AxisType.Explicit else [jax.P(None)]:
-      b = jax.device_put(jnp.full(4, 0.5), spec)
+      b = jax.device_put(jnp.full(8, 0.5), spec)
       found = jax.grad(mpjax.autocast(fun, "bfloat16"))
       assert added_in_low_precision(found, b, x) == []
       ours, plain = jax.jit(found)(b, x), jax.jit(jax.grad(fun))(b, x)
@@ -615,7 +616,7 @@ def test_the_gradient_of_a_maximum_counts_its_positions_in_float32(half):
     "minimum": lambda x: ((x @ EYE).min(0, keepdims=True) @ EYE).sum(),
     "segment": lambda x: (jax.ops.segment_max(x @ EYE, jnp.zeros(1001, int), 1) @ EYE).sum(),
   }
-  check_gradients(losses, half, jnp.ones((1001, 3)))
+  check_gradients(losses, half, jnp.ones((1001, 8)))
 
 
 @BOTH
@@ -632,17 +633,17 @@ def test_the_gradient_of_rows_that_are_gathered_is_summed_in_float32(half):
   def gathered(read):
     def fun(x):
       found = read(x @ EYE)
-      return jnp.sum((found @ jnp.ones((found.shape[-1], 3))) * 2.0**-8)
+      return jnp.sum((found @ jnp.ones((found.shape[-1], 8))) * 2.0**-8)
 
     return fun
 
   def decoded(x):
     keys = jnp.tanh((x - 1) @ EYE) + 1
-    steps = lax.scan(lambda state, query: (state, query @ keys), 0.0, jnp.ones((ROWS, 1, 3)))
+    steps = lax.scan(lambda state, query: (state, query @ keys), 0.0, jnp.ones((ROWS, 1, 8)))
     return jnp.sum(steps[1] * 2.0**-8)
 
   losses = {**{name: gathered(read) for name, read in rows.items()}, "scan": decoded}
-  check_gradients(losses, half, jnp.ones((3, 3)))
+  check_gradients(losses, half, jnp.ones((8, 8)))
 
 
 # Random numbers.

@@ -430,13 +430,13 @@ MANY = {
 class _Net(nn.Module):
   @nn.compact
   def __call__(self, x):
-    return nn.Dense(4, name="down")(nn.Dense(4, name="up")(x))
+    return nn.Dense(8, name="down")(nn.Dense(8, name="up")(x))
 
 
 class _Block(nnx.Module):
   def __init__(self) -> None:
-    self.up = nnx.Linear(3, 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.constant(100))
-    self.down = nnx.Linear(4, 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.constant(100))
+    self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.constant(100))
+    self.down = nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.constant(100))
 
   def __call__(self, x):
     return self.down(self.up(x))
@@ -462,7 +462,7 @@ class _Rooted(nnx.Module):
   """A layer and, outside of any other module, a root whose derivative at 0 is infinite."""
 
   def __init__(self) -> None:
-    self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    self.inner = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
   def __call__(self, x):
     return self.inner(x) + jnp.sqrt(0 * x)
@@ -476,33 +476,33 @@ _ROOTED = nnx.Sequential(_Rooted(), _Rooted())
 _NET = mpjax.linen.with_policy(_Net(), "c=f16")
 _VARIABLES = {
   "params": {
-    name: {"kernel": np.full((inputs, 4), 100, np.float32), "bias": np.zeros(4, np.float32)}
-    for name, inputs in (("up", 3), ("down", 4))
+    name: {"kernel": np.full((8, 8), 100, np.float32), "bias": np.zeros(8, np.float32)}
+    for name in ("up", "down")
   }
 }
 
 FRAMEWORKS = {
-  # 300 after the first layer, 4 * 300 * 100 after the second.
+  # 800 after the first layer, 8 * 800 * 100 after the second.
   "a Linen model under a policy": at(
-    "dot_general", _NET.apply, _VARIABLES, jnp.ones((2, 3)), path="_Net/down"
+    "dot_general", _NET.apply, _VARIABLES, jnp.ones((2, 8)), path="_Net/down"
   ),
   "the gradient of a Linen model": at(
     "dot_general",
     jax.grad(lambda v, x: jnp.mean(_NET.apply(v, x).astype(jnp.float32)) * 1e4),
-    *(_VARIABLES, jnp.full((2, 3), 0.1)),
+    *(_VARIABLES, jnp.full((2, 8), 0.05)),
     path="_Net/down",
     direction="backward",
   ),
   "an NNX model under a policy": at(
     "dot_general",
     lambda model, x: model(x),
-    *(mpjax.nnx.with_policy(_Block(), "c=f16"), jnp.ones((2, 3))),
+    *(mpjax.nnx.with_policy(_Block(), "c=f16"), jnp.ones((2, 8))),
     path="down",
   ),
   "a plain function under autocast": at(
     "dot_general",
     mpjax.autocast(lambda w, x: jnp.mean(matmul(x, w)), "mixed_float16"),
-    *(jnp.full((4, 4), 200.0), jnp.full((2, 4), 200.0)),
+    *(jnp.full((8, 8), 200.0), jnp.full((2, 8), 200.0)),
   ),
   "an array that is sharded explicitly": at(
     "log",
@@ -515,7 +515,7 @@ FRAMEWORKS = {
     "log", lambda state: state.update(w=log(state["w"])), {"w": f32(1, 0)}, index=(1,)
   ),
   "a root in a module of NNX under a policy": at(
-    "div", nnx.jit(_nnx_gradient), _ROOTED, jnp.ones((2, 4)), path="layers/1", direction="backward"
+    "div", nnx.jit(_nnx_gradient), _ROOTED, jnp.ones((2, 8)), path="layers/1", direction="backward"
   ),
 }
 

@@ -90,9 +90,9 @@ def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
 
 class Counted(nnx.Module):
   def __init__(self, rngs):
-    self.up = nnx.Linear(2, 4, rngs=rngs)
-    self.norm = nnx.BatchNorm(4, rngs=rngs)
-    self.down = nnx.Linear(4, 2, rngs=rngs)
+    self.up = nnx.Linear(2, 8, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.down = nnx.Linear(8, 2, rngs=rngs)
 
   def __call__(self, x):
     return self.loss(x)
@@ -198,10 +198,10 @@ def matmuls(loss, *args):
 
 class Block(nnx.Module):
   def __init__(self, rngs):
-    self.norm = nnx.LayerNorm(4, rngs=rngs)
-    self.attn = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
-    self.up = nnx.Linear(4, 8, rngs=rngs)
-    self.down = nnx.Linear(8, 4, rngs=rngs)
+    self.norm = nnx.LayerNorm(8, rngs=rngs)
+    self.attn = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+    self.up = nnx.Linear(8, 16, rngs=rngs)
+    self.down = nnx.Linear(16, 8, rngs=rngs)
 
   def __call__(self, x):
     x = x + self.attn(self.norm(x))
@@ -210,7 +210,7 @@ class Block(nnx.Module):
 
 class Transformer(nnx.Module):
   def __init__(self, rngs, blocks=2):
-    self.embed = nnx.Embed(10, 4, rngs=rngs)
+    self.embed = nnx.Embed(10, 8, rngs=rngs)
     self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
 
   def __call__(self, ids):
@@ -220,13 +220,13 @@ class Transformer(nnx.Module):
     return self.embed.attend(x)
 
 
-IDS = np.arange(6).reshape(2, 3)
-# Kernels of 4 by 4 for 6 rows, and twice the products of 2 heads of 3 queries and 3 keys.
-LAYERS = dict.fromkeys(("attn/query", "attn/key", "attn/value"), 2 * 6 * 4 * 4)
-LAYERS |= {"attn": 2 * 2 * 2 * 2 * 3 * 3 * 2, "attn/out": 2 * 6 * 4 * 4}
-LAYERS |= dict.fromkeys(("up", "down"), 2 * 6 * 4 * 8)
+IDS = np.arange(16).reshape(2, 8) % 10
+# Kernels of 8 by 8 for 16 rows, and twice the products of 2 heads of 8 queries and 8 keys.
+LAYERS = dict.fromkeys(("attn/query", "attn/key", "attn/value"), 2 * 16 * 8 * 8)
+LAYERS |= {"attn": 2 * 2 * 2 * 2 * 8 * 8 * 4, "attn/out": 2 * 16 * 8 * 8}
+LAYERS |= dict.fromkeys(("up", "down"), 2 * 16 * 8 * 16)
 FLOPS = {f"blocks/{i}/{layer}": flops for i in range(2) for layer, flops in LAYERS.items()}
-FLOPS["embed"] = 2 * 6 * 4 * 10
+FLOPS["embed"] = 2 * 16 * 8 * 10
 
 
 def squares(model, ids):

@@ -289,7 +289,7 @@ def test_operations_are_shown_by_dtype_the_most_bytes_first():
 def test_float16_gradients_without_a_loss_scale_are_said():
   """The advice, obeyed, ends it; bfloat16 has the range of float32 and needs none."""
   tx = mpjax.loss_scaling(optax.sgd(1.0))
-  w, x = np.ones((2, 2), np.float32), np.ones((4, 2), np.float32)
+  w, x = np.ones((8, 8), np.float32), np.ones((4, 8), np.float32)
   opt_state = tx.init(w)
 
   def loss_under(policy):

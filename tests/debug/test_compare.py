@@ -9,7 +9,7 @@ from flax import nnx
 import mpjax
 from tests.errors import refused
 
-LAYERS, WIDTH, AT = 5, 4, 3
+LAYERS, WIDTH, AT = 5, 8, 3
 
 
 def rounded(x):
@@ -89,7 +89,7 @@ def stack(at, scoped=True):
 
 @pytest.fixture(scope="module")
 def weights():
-  return [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 2 for i in range(LAYERS)]
+  return [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 3 for i in range(LAYERS)]
 
 
 def test_a_planted_rounding_is_found_in_linen(x):
@@ -191,7 +191,7 @@ def test_a_module_that_overflows_is_the_first(weights):
       y = ((y * 3e3) @ w) / 3e3
     return jnp.mean(y**2)
 
-  w, x = 9 * jnp.eye(4), 3 + jnp.arange(8.0).reshape(2, 4) / 8
+  w, x = 9 * jnp.eye(8), 3 + jnp.arange(16.0).reshape(2, 8) / 16
   report = mpjax.compare(loss_fn, policy="mixed_float16")(w, x)
   assert (report.first.path, report.first.output) == ("hot", np.inf)
   assert "not finite" in str(report)
@@ -262,7 +262,7 @@ def test_losses_may_make_views_themselves(x):
 def test_two_policies_round_each_in_its_way(x):
   model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
   f, g = (mpjax.with_policy(model, policy) for policy in ("mixed_bfloat16", "mixed_float16"))
-  report = mpjax.compare(f, g)(jnp.tile(x, 4))
+  report = mpjax.compare(f, g)(jnp.tile(x, 2))
   assert report.rows[0].output > 0
   assert report.first is None
 
@@ -356,7 +356,7 @@ def test_what_is_not_in_both_is_listed(x, weights):
   report = mpjax.compare(f, g)(weights, x)
   assert report.rows == ()
   assert report.unmatched == (
-    "layer_0: its outputs have the shapes [3, 4] and [2, 4].",
+    "layer_0: its outputs have the shapes [3, 8] and [2, 8].",
     "more is only in f.",
     "other is only in g.",
   )

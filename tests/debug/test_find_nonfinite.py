@@ -247,8 +247,8 @@ class Named(nn.Module):
   """A layer that a method of another name calls."""
 
   def setup(self):
-    self.up = nn.Dense(4)
-    self.head = nn.Dense(4)
+    self.up = nn.Dense(8)
+    self.head = nn.Dense(8)
 
   def encode(self, x):
     return self.up(x)
@@ -269,7 +269,7 @@ def large(params):
 
 @pytest.mark.parametrize(
   ("model", "shape", "path"),
-  [(Named(), (2, 4), "**/up"), (nn.RNN(nn.LSTMCell(4), name="rnn"), (2, 5, 4), "hi")],
+  [(Named(), (2, 8), "**/up"), (nn.RNN(nn.LSTMCell(8), name="rnn"), (2, 5, 8), "hi")],
 )
 def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
   x = jnp.full(shape, 3.0)

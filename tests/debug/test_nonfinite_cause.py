@@ -81,13 +81,13 @@ class Overflowing(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    x = nn.Dense(2, kernel_init=lambda *_: 300 * jnp.eye(2))(x)
-    scaled = lambda x: x @ (300 * jnp.eye(2)) @ jnp.eye(2)  # noqa: E731
+    x = nn.Dense(8, kernel_init=lambda *_: 300 * jnp.eye(8))(x)
+    scaled = lambda x: x @ (300 * jnp.eye(8)) @ jnp.eye(8)  # noqa: E731
     return mpjax.full_precision(scaled)(x) if self.careful else scaled(x)
 
 
 def test_a_region_or_bfloat16_cures_the_code_of_a_model():
-  x = jnp.ones((1, 2))
+  x = jnp.ones((1, 8))
   variables = Overflowing().init(jax.random.key(0), x)
 
   def found(policy="mixed_float16", **fields):
@@ -106,7 +106,7 @@ def test_a_rule_for_a_scope_that_is_named_cures_what_has_no_module():
 
   def found(fn, rules=()):
     policied = mpjax.with_policy(fn, "mixed_float16", rules)
-    return mpjax.find_nonfinite(policied)(jnp.full((2, 2), 300.0), jnp.ones((1, 2)))
+    return mpjax.find_nonfinite(policied)(jnp.full((8, 8), 300.0), jnp.ones((1, 8)))
 
   assert found(fn).cure.startswith("a jax.named_scope here and a Rule with its path")
   rule = mpjax.Rule("float32", path="product")

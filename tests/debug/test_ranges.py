@@ -342,7 +342,7 @@ def scaled_step(tx):
 @pytest.mark.standard_promotion
 def test_a_step_under_pmap_vmap_and_shard_map_is_reported_as_without():
   tx = mpjax.loss_scaling(optax.sgd(1e-3))
-  params, x = {"w": jnp.full((3, 2), 0.5)}, jnp.ones((4, 3))
+  params, x = {"w": jnp.full((8, 2), 0.1)}, jnp.ones((4, 8))
   step, args = scaled_step(tx), (params, tx.init(params), x)
   plain = mpjax.ranges(step)(*args)
   mesh = jax.make_mesh((2,), ("d",), (jax.sharding.AxisType.Auto,))
@@ -364,7 +364,7 @@ ACCUMULATIONS = {
 
 @pytest.mark.standard_promotion
 def test_the_running_sum_of_an_accumulation_is_no_update():
-  params, x = {"w": jnp.full((3, 2), 0.5, jnp.bfloat16)}, jnp.ones((4, 3))
+  params, x = {"w": jnp.full((8, 2), 0.5, jnp.bfloat16)}, jnp.ones((4, 8))
   for name, accumulate in ACCUMULATIONS.items():
     tx = mpjax.loss_scaling(accumulate(optax.sgd(1e-5)), mpjax.NoLossScale())
     step, opt_state = jax.jit(scaled_step(tx)), tx.init(params)
@@ -388,7 +388,7 @@ def test_the_running_sum_of_an_accumulation_is_no_update():
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("size", "scale", "proposed"), [(1e3, 2.0**15, 16), (1.0, 2.0**24, 2**13)])
 def test_the_scale_that_is_proposed_after_an_overflow_ends_the_skips(size, scale, proposed):
-  params, x = {"w": jnp.full((4, 2), 1e-4)}, jnp.full((1, 4), size)
+  params, x = {"w": jnp.full((8, 2), 1e-4)}, jnp.full((1, 8), size)
 
   def step_at(scale):
     tx = mpjax.loss_scaling(optax.sgd(1e-9), mpjax.StaticLossScale(scale))

@@ -181,5 +181,5 @@ def test_a_terminal_gets_a_bar_that_goes_at_the_end(monkeypatch, hurried):
 def test_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
   monkeypatch.setattr(report, "FIRST", 1e-3)
   options = {"tolerance": 0.1} if tool == "tune" else {}
-  getattr(mpjax, tool)(lambda w, x: jnp.sum((x @ w) ** 2), **options)(jnp.eye(4), jnp.ones((2, 4)))
+  getattr(mpjax, tool)(lambda w, x: jnp.sum((x @ w) ** 2), **options)(jnp.eye(8), jnp.ones((2, 8)))
   assert f"{tool}:" in capsys.readouterr().err

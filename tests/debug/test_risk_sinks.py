@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.debug.found_risks import INPUT, WEIGHT, kinds, risks
+from tests.debug.found_risks import WEIGHT, kinds, risks
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -140,5 +140,5 @@ def test_a_mask_that_selects_from_a_table():
   assert kinds(lambda i: jax.nn.one_hot(i, 8) @ table, jnp.array([1, 2])) == ["lookup"]
   assert kinds(lambda i: table[i], jnp.array([1, 2])) == []
   # Activations have been rounded before.
-  dispatch = lambda w, x, i: jax.nn.one_hot(i, 4) @ jnp.tanh(x @ w)  # noqa: E731
-  assert kinds(dispatch, WEIGHT, INPUT, jnp.array([1, 2])) == []
+  dispatch = lambda w, i: jax.nn.one_hot(i, 8) @ jnp.tanh(w @ w)  # noqa: E731
+  assert kinds(dispatch, WEIGHT, jnp.array([1, 2])) == []

@@ -147,8 +147,8 @@ def errors(tmp_path, text, args, true, by_hand, **options):
 
 
 POINTS = (
-  np.array([[3.1, 1.3, 2.7, 0.9], [0.0, 1.0, 0.0, 1.0]]),
-  np.array([[3.2, 1.3, 2.7, 0.9], [1.0, 0.0, 0.0, 0.0]]),
+  np.array([[3.1, 1.3, 2.7, 0.9, 0, 0, 0, 0], [0.0, 1.0, 0.0, 1.0, 0, 0, 0, 0]]),
+  np.array([[3.2, 1.3, 2.7, 0.9, 0, 0, 0, 0], [1.0, 0.0, 0.0, 0.0, 0, 0, 0, 0]]),
 )
 DISTANCE = textwrap.dedent(
   """
@@ -173,7 +173,7 @@ def squared_distance(a, b):
 def test_an_expanded_distance(tmp_path, result, dtype):
   of = lambda d: eval(result, {"d": d, "jnp": np})  # noqa: E731
   layer = [x.astype(dtype).astype("float32") for x in POINTS]
-  args = (np.eye(4, dtype="float32"), *(x.astype("float32") for x in POINTS))
+  args = (np.eye(8, dtype="float32"), *(x.astype("float32") for x in POINTS))
   by_hand, true = (of(squared_distance(*points)) for points in (layer, POINTS))
   text = DISTANCE.format(result=result)
   before, after = errors(tmp_path, text, args, true, by_hand, policy=f"mixed_{dtype}")
@@ -185,7 +185,7 @@ def test_a_distance_that_is_returned_is_none():
   def distance(w, a, b):
     return squared_distance(a @ w, b @ w)
 
-  assert kinds(distance, jnp.eye(4), jnp.ones((2, 4)), jnp.ones((2, 4))) == []
+  assert kinds(distance, jnp.eye(8), jnp.ones((2, 8)), jnp.ones((2, 8))) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,9 +208,9 @@ def test_an_angle_by_a_matmul(tmp_path, dtype):
 def test_a_lookup(tmp_path):
   text = textwrap.dedent(
     """
-    table = jnp.array([0.0, 999.4937, 0.9999])
+    table = jnp.array([0.0, 999.4937, 0.9999, 1.0, 2.0, 3.0, 4.0, 5.0])
     def fn(i):
-      return jax.nn.one_hot(i, 3) @ table
+      return jax.nn.one_hot(i, 8) @ table
     """
   )
   source = HEADER + text
@@ -266,7 +266,7 @@ def test_a_region_around_the_rounding_ends_each_kind_of_risk(tmp_path, kind):
   text = f"def fn(w, x):\n  h = x @ w\n  return {result}\n"
   source, path = HEADER + text, tmp_path / "program.py"
   x = np.array([[2048.7, 2048.9, 1.0], [2049.2, 2047.9, 7.0], [3.0, 5.0, 2048.4]])
-  args = jnp.eye(3), jnp.asarray(x, "float32")
+  args = jnp.eye(8, 3), jnp.asarray(x @ np.eye(3, 8), "float32")
   found = []
   for turn in range(3):
     fn = mpjax.autocast(imported(path.with_stem(f"{turn}"), source).fn, "mixed_float16")
@@ -442,7 +442,7 @@ class Recurrent(nn.Module):
     return nn.Dense(17)(nn.RNN(nn.OptimizedLSTMCell(16))(nn.Embed(17, 16)(ids)))
 
 
-IDS = np.arange(12).reshape(2, 6)
+IDS = np.arange(16).reshape(2, 8)
 IMAGES = normal(3, 8, 8, 3)
 NETWORKS = {
   "gpt_rope": (Gpt(), IDS),
@@ -450,7 +450,7 @@ NETWORKS = {
   "experts": (Experts(), jnp.ones((6, 16))),
   "resnet": (Resnet(), IMAGES),
   "lstm": (Recurrent(), IDS),
-  "vit": (vision.Vit(), IMAGES),
+  "vit": (vision.Vit(), normal(3, 16, 8, 3)),
   "unet": (vision.UNet(), IMAGES, jnp.ones(3)),
   "vae": (vision.VAE.linen(None), IMAGES),
 }

@@ -56,7 +56,7 @@ def test_a_budget_that_no_module_meets():
       y = x @ w
     return jnp.sum(y**2)
 
-  args = jnp.full((4, 4), 1.2345), jnp.full((2, 4), 0.777)
+  args = jnp.full((8, 8), 1.2345), jnp.full((2, 8), 0.777)
   tune = mpjax.tune(loss_fn, ("mixed_bfloat16", "mixed_float16"), tolerance=1e-9)
   report, again = tune(*args), tune(*args)
   assert (report.shares, report.error, report.headroom) == ({"float32": 1.0}, 0.0, math.inf)
@@ -133,7 +133,7 @@ def test_a_rule_is_for_all_modules_that_it_picks_out_and_for_no_other_matmul():
 
 
 def test_the_rule_for_a_model_of_one_module_is_one_for_all():
-  model, x = nn.Dense(4), jnp.linspace(0, 1, 8).reshape(2, 4)
+  model, x = nn.Dense(8), jnp.linspace(0, 1, 16).reshape(2, 8)
   variables = model.init(jax.random.key(0), x)
   report = mpjax.tune(lambda v, x: jnp.mean(model.apply(v, x) ** 2), tolerance=1e-9)(variables, x)
   (rule,) = pasted(report)

@@ -161,4 +161,4 @@ def test_integers_and_other_dtypes_than_those_of_the_algorithm_have_none():
     )
 
   fn = mpjax.autocast(both, HALF)
-  assert asked(fn, jnp.eye(2)) == [("float16", None), ("int32", None)]
+  assert asked(fn, jnp.eye(8)) == [("float16", None), ("int32", None)]

@@ -54,7 +54,7 @@ def sizes(found):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_gradients_are_added_up_in_float32(devices, kind):
   # Layers that both kinds of meshes take.
-  model = nn.Sequential([nn.Conv(3, (3,)), nn.LayerNorm(), nn.Dense(5)])
+  model = nn.Sequential([nn.Conv(8, (3,)), nn.LayerNorm(), nn.Dense(5)])
   mesh = mesh_of(devices, kind)
   x = jnp.ones((BATCH, 6, 2))
   params = params_of(model, x)
@@ -72,7 +72,7 @@ def test_gradients_are_added_up_in_float32(devices, kind):
   in_half, in_float32 = found(None)
   kernels = [params["layers_0"]["kernel"], params["layers_2"]["kernel"]]
   assert sizes(in_half) == sizes((0, 0, x.shape) for x in kernels)
-  assert sizes(in_float32) == {3: 3, 5: 1}
+  assert sizes(in_float32) == {8: 3, 5: 1}
 
 
 @pytest.mark.parametrize(

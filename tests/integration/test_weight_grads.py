@@ -90,8 +90,8 @@ def masked(rngs):
   return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Conv(8, 2, (3,), mask=mask, rngs=rngs))
 
 
-R, S = (100, 3), (2, 4, 8)
-STACK = parts.stack(parts.dense(3, 3, bias=True), 2, remat=True)
+R, S = (100, 8), (2, 8, 8)
+STACK = parts.stack(parts.dense(8, 8, bias=True), 2, remat=True)
 CONV = {"strides": (2, 1), "kernel_dilation": (1, 2)}
 CASES: dict[str, tuple[Any, tuple[int, ...], int]] = {
   # A module of Linen or a function that makes one of NNX, an input, products into float32. How
@@ -102,17 +102,17 @@ CASES: dict[str, tuple[Any, tuple[int, ...], int]] = {
   "nnx: Conv": (made(nnx.Conv, 3, 4, (3, 2), **CONV), (8, 7, 9, 3), 1),
   "scan of remat": (STACK.linen(None), R, 1),
   "nnx: scan of remat": (functools.partial(STACK.nnx, None), R, 1),
-  "LSTMCell": (nn.RNN(nn.LSTMCell(3)), S, 8),
-  "attention": (nn.MultiHeadDotProductAttention(2, qkv_features=4), S, 4),
+  "LSTMCell": (nn.RNN(nn.LSTMCell(8)), S, 8),
+  "attention": (nn.MultiHeadDotProductAttention(2, qkv_features=16), S, 4),
   # Joins the kernels of its four gates and multiplies by itself.
-  "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(3)), S, 2),
+  "OptimizedLSTMCell": (nn.RNN(nn.OptimizedLSTMCell(8)), S, 2),
   # The kernel of the layer inside is computed in float32 with a norm, and is no parameter then.
   "WeightNorm": (nn.WeightNorm(nn.Dense(3)), (4, 8), 0),
   # Of an activation: the patches of an input are copied in float32.
   "ConvLocal": (nn.Sequential([nn.Dense(8), nn.ConvLocal(2, (3,))]), S, 2),
   # The second kernel is multiplied by a mask, which is an input, and is no parameter then.
   "nnx: Conv with a mask": (masked, S, 1),
-  "nnx: LoRALinear": (made(nnx.LoRALinear, 8, 3, lora_rank=2), S, 3),
+  "nnx: LoRALinear": (made(nnx.LoRALinear, 8, 9, lora_rank=2), S, 3),
 }
 
 

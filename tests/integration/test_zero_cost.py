@@ -27,11 +27,11 @@ INPUTS = {
   "mlp": normal(8, 12),
   "hard_coded": normal(2, 6, 6, 3),
   "resnet": normal(4, 8, 8, 3),
-  "mixer": normal(3, 4, 12),
-  "transformer": normal(2, 6, 8),
+  "mixer": normal(3, 8, 12),
+  "transformer": normal(2, 8, 16),
   "lstm": normal(3, 6, 9),
   "gru": normal(3, 6, 9),
-  "language_model": integers(4, 6, below=11),
+  "language_model": integers(4, 8, below=11),
 }
 MODELS = [f"{framework}/{name}" for framework in ("linen", "nnx") for name in by_hand.MODELS]
 ALL = pytest.mark.parametrize("name", MODELS)

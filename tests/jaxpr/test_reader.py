@@ -63,7 +63,7 @@ def test_the_dtype_of_anything():
 
 
 def square(x):
-  """One product of 4x4 matrices: 128 operations."""
+  """One product of 8x8 matrices: 1,024 operations."""
   return x @ x
 
 
@@ -87,68 +87,68 @@ def in_shard_map(x):
 
 
 NESTED = {
-  "plain": (square, 128, True),
-  "jit": (jax.jit(square), 128, True),
-  "jit in jit": (jax.jit(lambda x: jax.jit(square)(x) + square(x)), 256, True),
+  "plain": (square, 1024, True),
+  "jit": (jax.jit(square), 1024, True),
+  "jit in jit": (jax.jit(lambda x: jax.jit(square)(x) + square(x)), 2048, True),
   # From jax 0.11 on an equation of its own.
-  "traced": (jax.jit(square).trace(s(4, 4)), 128, True),
-  "remat": (jax.checkpoint(square), 128, True),
-  "scan": (lambda x: lax.scan(turn, x, None, length=5)[0], 5 * 128, True),
+  "traced": (jax.jit(square).trace(s(8, 8)), 1024, True),
+  "remat": (jax.checkpoint(square), 1024, True),
+  "scan": (lambda x: lax.scan(turn, x, None, length=5)[0], 5 * 1024, True),
   "scan in scan": (
     lambda x: lax.scan(lambda c, _: (lax.scan(turn, c, None, length=5)[0], None), x, length=3)[0],
-    15 * 128,
+    15 * 1024,
     True,
   ),
-  "fori with known bounds": (lambda x: lax.fori_loop(0, 7, lambda _, c: square(c), x), 896, True),
+  "fori with known bounds": (lambda x: lax.fori_loop(0, 7, lambda _, c: square(c), x), 7168, True),
   "fori with unknown bounds": (
     lambda x: lax.fori_loop(0, x[0, 0].astype(int), lambda _, c: square(c), x),
-    128,
+    1024,
     False,
   ),
-  "while": (lambda x: lax.while_loop(lambda c: jnp.sum(c @ c) < 9, square, x), 256, False),
+  "while": (lambda x: lax.while_loop(lambda c: jnp.sum(c @ c) < 9, square, x), 2048, False),
   "scan in while": (
     lambda x: lax.while_loop(
       lambda c: jnp.sum(c) < 9, lambda c: lax.scan(turn, c, None, length=5)[0], x
     ),
-    5 * 128,
+    5 * 1024,
     False,
   ),
-  "cond": (lambda x: lax.cond(x[0, 0] > 0, square, lambda y: square(y) @ y, x), 384, False),
-  "custom_jvp": (with_jvp(square), 128, True),
-  "custom_vjp": (with_vjp(square), 128, True),
-  "custom_vmap": (with_vmap, 128, True),
-  "composite": (lax.composite(square, name="mpjax.square"), 128, True),
+  "cond": (lambda x: lax.cond(x[0, 0] > 0, square, lambda y: square(y) @ y, x), 3072, False),
+  "custom_jvp": (with_jvp(square), 1024, True),
+  "custom_vjp": (with_vjp(square), 1024, True),
+  "custom_vmap": (with_vmap, 1024, True),
+  "composite": (lax.composite(square, name="mpjax.square"), 1024, True),
   "linear_call": (
     lambda x: jax.custom_derivatives.linear_call(lambda r, v: r @ v, lambda r, v: r.T @ v, x, x),
-    128,
+    1024,
     True,
   ),
   # Into float32, which has a derivative of our own.
   "matmul_tangent": (
     lambda x: jax.jvp(mpjax.autocast(square, "mixed_bfloat16"), (x,), (x,))[1],
-    3 * 128,
+    3 * 1024,
     True,
   ),
   "activation_tangent": (
     lambda x: jax.jvp(mpjax.autocast(lambda x: square(jax.nn.gelu(square(x)))), (x,), (x,))[1],
-    6 * 128,
+    6 * 1024,
     True,
   ),
   # It runs as it was traced: two products of a matrix and a vector.
   "custom_linear_solve": (
     lambda x: lax.custom_linear_solve(lambda v: x @ v, x[0], lambda _, b: x @ (x.T @ b)),
-    2 * 32,
+    2 * 128,
     True,
   ),
-  # Two rows on each device of the axis "a", 2 * 2 * 4 * 2, on four devices ("b" repeats the work).
-  "shard_map": (in_shard_map, 4 * 32, True),
+  # Four rows on each device of the axis "a", 2 * 4 * 8 * 4, on four devices ("b" repeats the work).
+  "shard_map": (in_shard_map, 4 * 256, True),
 }
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_equations_are_met_wherever_they_are_written(name):
   fun, flops, certain = NESTED[name]
-  program = jax.make_jaxpr(lambda x: fun(x))(s(4, 4))
+  program = jax.make_jaxpr(lambda x: fun(x))(s(8, 8))
   for each in (program, program.jaxpr):  # Closed or not.
     assert any(flops_of(eqn) for eqn in walk(each))
   matmuls = [step for step in body_of(program).every_step() if flops_of(step.eqn) is not None]
@@ -174,7 +174,7 @@ OPAQUE_PROGRAMS = {
 
 @pytest.mark.parametrize("name", OPAQUE_PROGRAMS)
 def test_programs_of_elements_and_blocks_are_no_operations_of_the_program(name):
-  names = [eqn.primitive.name for eqn in walk(jax.make_jaxpr(OPAQUE_PROGRAMS[name])(s(4, 4)))]
+  names = [eqn.primitive.name for eqn in walk(jax.make_jaxpr(OPAQUE_PROGRAMS[name])(s(8, 8)))]
   assert FACTS[name].holds in (Holds.BINARY, Holds.KERNEL)
   assert names.count(name) == 1
   assert "mul" not in names
@@ -210,7 +210,7 @@ def scanned(w, start, xs):
 def test_every_operand_that_is_read_has_the_type_that_is_expected_inside(name):
   # An independent check of the positions: shapes, but for the axis of a scan or of a device.
   gradient = jax.grad(lambda *args: jnp.sum(scanned(*args)[0][0]))
-  fun, args = (gradient, (W, s(3), X)) if name not in NESTED else (NESTED[name][0], (s(4, 4),))
+  fun, args = (gradient, (W, s(3), X)) if name not in NESTED else (NESTED[name][0], (s(8, 8),))
   seen = 0
   for eqn in walk(jax.make_jaxpr(lambda *args: fun(*args))(*args)):
     for inner in read(eqn):
@@ -241,7 +241,7 @@ def test_each_higher_order_primitive_of_the_table_was_met():
   met = {
     eqn.primitive.name
     for fun, _, _ in NESTED.values()
-    for eqn in walk(jax.make_jaxpr(lambda x, fun=fun: fun(x))(s(4, 4)))
+    for eqn in walk(jax.make_jaxpr(lambda x, fun=fun: fun(x))(s(8, 8)))
   }
   assert {"remat2", "checkpoint"} & met
   old, new = (
@@ -265,7 +265,7 @@ def test_parts_of_equations_that_are_functions():
     return f(x)
 
   assert closed_over(only(closing, W, s(3), name="custom_vjp_call")) == 1
-  assert closed_over(only(NESTED["custom_vjp"][0], s(4, 4), name="custom_vjp_call")) == 0
+  assert closed_over(only(NESTED["custom_vjp"][0], s(8, 8), name="custom_vjp_call")) == 0
 
 
 def of_params(name, **params):
@@ -301,7 +301,7 @@ def test_an_object_that_shows_its_jaxpr_is_read_as_what_it_replaces(set_flag, wr
 
   def traced():
     # A new function: JAX may have the jaxpr without the flag.
-    program = jax.make_jaxpr(wrap(lambda x: square(x)))(s(4, 4))
+    program = jax.make_jaxpr(wrap(lambda x: square(x)))(s(8, 8))
     return next(eqn for eqn in program.eqns if inner_jaxprs(eqn))
 
   plain = traced()

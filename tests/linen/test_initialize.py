@@ -221,12 +221,12 @@ def test_complex_and_integer_parameters_are_never_cast():
 
 def boxed(module, x):
   names = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-  w = module.param("w", names, (x.shape[-1], 4))
-  box = module.param("w2", names, (4, 4), unbox=False)
+  w = module.param("w", names, (x.shape[-1], 8))
+  box = module.param("w2", names, (8, 8), unbox=False)
   calls.append((type(box).__name__, str(box.unbox().dtype)))
-  y = nn.Dense(4, kernel_init=names, name="dense")(x @ w)
+  y = nn.Dense(8, kernel_init=names, name="dense")(x @ w)
   logical = nn.with_logical_partitioning(nn.initializers.ones, ("embed",))
-  return y * module.param("scale", logical, (4,))
+  return y * module.param("scale", logical, (8,))
 
 
 @pytest.mark.parametrize("mesh", [False, True], ids=["no mesh", "mesh"])

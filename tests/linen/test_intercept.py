@@ -131,8 +131,8 @@ def test_setup_sees_a_float32_dtype_field():
 
     def setup(self):
       calls.append(("setup", str(jnp.dtype(self.dtype))))
-      self.dense = nn.Dense(2, dtype=self.dtype)
-      self.table = jnp.ones((2, 2), self.dtype)
+      self.dense = nn.Dense(8, dtype=self.dtype)
+      self.table = jnp.ones((8, 8), self.dtype)
 
     def __call__(self, x):
       calls.append(("table", str(self.table.dtype)))

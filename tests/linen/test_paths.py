@@ -20,9 +20,9 @@ F16, BF16 = ("float16",) * 2, ("bfloat16",) * 2
 
 class HoldsEqual(nn.Module):
   def setup(self):
-    self.a, self.b = (nn.jit(nn.Dense)(3) for _ in range(2))
-    self.layers = [nn.jit(nn.Dense)(3) for _ in range(2)]
-    self.by_name = {name: nn.jit(nn.Dense)(3) for name in "ab"}
+    self.a, self.b = (nn.jit(nn.Dense)(8) for _ in range(2))
+    self.layers = [nn.jit(nn.Dense)(8) for _ in range(2)]
+    self.by_name = {name: nn.jit(nn.Dense)(8) for name in "ab"}
 
   def __call__(self, x):
     for layer in (self.a, self.b, *self.layers, self.by_name["a"], self.by_name["b"]):
@@ -35,12 +35,12 @@ GIVEN = calling(lambda module, layers, x: layers[0](x), nn.jit)
 
 def gives(module, x):
   # Gives modules in a list to a jitted method, which calls what is elsewhere.
-  first, second = nn.Dense(3, name="first"), nn.Dense(3, name="second")
+  first, second = nn.Dense(8, name="first"), nn.Dense(8, name="second")
   return GIVEN(name="b")([second], GIVEN(name="a")([first], x))
 
 
 def stack(module, x):
-  layer = nn.jit(calling(lambda module, x: nn.Dense(3, name="in")(x)))
+  layer = nn.jit(calling(lambda module, x: nn.Dense(8, name="in")(x)))
   for number in range(3):
     x = layer(name=f"block_{number}")(x)
   return x
@@ -92,7 +92,7 @@ def test_paths_that_no_rule_tells_apart_share_one_program():
 def test_a_bound_module_follows_each_scope_and_is_like_any_other_afterwards():
   class Two(nn.Module):
     def setup(self):
-      self.one, self.two = nn.jit(nn.Dense)(3), nn.jit(nn.Dense)(3)
+      self.one, self.two = nn.jit(nn.Dense)(8), nn.jit(nn.Dense)(8)
 
     def __call__(self, x):
       return self.two(self.one(x))

@@ -138,7 +138,7 @@ def transformer(half: Any = None, careful: bool = False) -> Part:
   of_linen = CarefulAttention if careful else nn.MultiHeadDotProductAttention
   attention = Part(
     lambda around: of_linen(2, dtype=half),
-    lambda around, rngs: nnx.MultiHeadAttention(2, 8, dtype=half, decode=False, rngs=rngs, **own),
+    lambda around, rngs: nnx.MultiHeadAttention(2, 16, dtype=half, decode=False, rngs=rngs, **own),
   )
 
   def call(m, x):
@@ -149,11 +149,11 @@ def transformer(half: Any = None, careful: bool = False) -> Part:
 
   return module(
     call,
-    norm_1=norm("LayerNorm", 8, half=half, careful=careful),
-    norm_2=norm("LayerNorm", 8, half=half, careful=careful),
+    norm_1=norm("LayerNorm", 16, half=half, careful=careful),
+    norm_2=norm("LayerNorm", 16, half=half, careful=careful),
     attention=attention,
-    up=dense(8, 16, half),
-    down=dense(16, 8, half),
+    up=dense(16, 32, half),
+    down=dense(32, 16, half),
   )
 
 
@@ -220,7 +220,7 @@ def gated(half: Any, careful: bool) -> Part:
 
   norms = [norm("RMSNorm", 8, half=half, careful=careful) for _ in range(2)]
   layers = {"norm_1": norms[0], "up": dense(8, 16, half), "down": dense(16, 8, half)}
-  kernel = {"mix": (NORMAL, (6, 6))}
+  kernel = {"mix": (NORMAL, (8, 8))}
   of_linen = module(lambda m, x: x + mlp(m, mixed(m, x)), kernel, **layers)
   return Part(of_linen.linen, module(twice, kernel, norm_2=norms[1], **layers).nnx)
 
@@ -241,7 +241,7 @@ def language_model(half: Any = None, careful: bool = False, remat: bool = True) 
 
 def mixer(half: Any = None, careful: bool = False) -> Part:
   """MLP-Mixer from raw parameters, a token mixer and a channel mixer."""
-  shapes = {"patch": (12, 8), "tokens_in": (4, 4), "tokens_out": (4, 4)}
+  shapes = {"patch": (12, 8), "tokens_in": (8, 8), "tokens_out": (8, 8)}
   shapes |= {"channels_in": (8, 8), "channels_out": (8, 8)}
 
   def call(m, x):

@@ -172,8 +172,8 @@ def _whole(make: Any, *inputs: Any, **flags: Any) -> Model:
   return linen(make, inputs, applied(), **flags)
 
 
-_IDS = integers(3, 6, below=11)
-_PADDED = np.arange(6) < np.asarray([[6], [4], [5]])
+_IDS = integers(3, 8, below=11)
+_PADDED = np.arange(8) < np.asarray([[8], [5], [6]])
 
 LAYERS: dict[str, Model] = _layers()
 """Those that Flax ships, by "linen/name" and "nnx/name"."""
@@ -189,7 +189,7 @@ LINEN: dict[str, Model] = {
   "resnet": _whole(
     functools.partial(by_hand.linen, "resnet", activation=jax.nn.silu), normal(4, 8, 8, 3)
   ),
-  "bert": _whole(language.Bert, integers(3, 6, below=17), _IDS % 2, _PADDED, attention=True),
+  "bert": _whole(language.Bert, integers(3, 8, below=17), _IDS % 2, _PADDED, attention=True),
 }
 
 NNX: dict[str, Model] = {

@@ -174,7 +174,7 @@ class Bert(nn.Module):
   """Two layers that normalise after adding, a padding mask, and a tied head for masked tokens."""
 
   vocabulary: int = 17
-  width: int = 8
+  width: int = 16
 
   @nn.compact
   def __call__(self, ids, segments, is_token):

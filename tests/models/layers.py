@@ -57,8 +57,8 @@ class DecodeAll(nn.Module):
 
 class NnxDecodeAll(nnx.Module):
   def __init__(self, rngs):
-    self.attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=rngs)
-    self.attention.init_cache((2, 4, 8))
+    self.attention = nnx.MultiHeadAttention(2, 16, decode=True, rngs=rngs)
+    self.attention.init_cache((2, 8, 16))
 
   def __call__(self, x):
     return jnp.concatenate([self.attention(x[:, i : i + 1]) for i in range(x.shape[1])], axis=1)
@@ -89,7 +89,7 @@ def _made(layer: Any, *args: Any, **fields: Any) -> Callable[[nnx.Rngs], Any]:
 
 
 def _attention(*sizes: int, **fields: Any) -> Callable[[nnx.Rngs], Any]:
-  return _made(nnx.MultiHeadAttention, 2, *(sizes or (8,)), decode=False, **fields)
+  return _made(nnx.MultiHeadAttention, 2, *(sizes or (16,)), decode=False, **fields)
 
 
 def _rnn(cell: nn.RNNCellBase, nnx_cell: Any, *shape: int, **fields: Any) -> Layer:
@@ -126,8 +126,8 @@ _SPECTRAL = parts.module(
     lambda _, rngs: nnx.SpectralNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs),
   ),
 )
-_MASK = np.tril(np.ones((1, 1, 6, 6), bool))
-_ROWS, _STACK, _TOKENS = normal(3, 9), normal(3, 4, 9), normal(2, 6, 8)
+_MASK = np.tril(np.ones((1, 1, 8, 8), bool))
+_ROWS, _STACK, _TOKENS = normal(3, 9), normal(3, 4, 9), normal(2, 8, 16)
 _IMAGE, _NORMED, _IDS = normal(2, 6, 6, 4), normal(3, 8), integers(3, 6, below=13)
 
 LAYERS: dict[str, Layer] = {
@@ -168,9 +168,9 @@ LAYERS: dict[str, Layer] = {
   "lora": Layer(
     None,
     lambda rngs: nnx.LoRA(9, 2, 8, base_module=nnx.Linear(9, 8, rngs=rngs), rngs=rngs),
-    (_ROWS,),
+    (normal(9, 9),),
   ),
-  "lora_linear": Layer(None, _made(nnx.LoRALinear, 9, 8, lora_rank=2), (_ROWS,)),
+  "lora_linear": Layer(None, _made(nnx.LoRALinear, 9, 8, lora_rank=2), (normal(9, 9),)),
   "attention": Layer(lambda: nn.MultiHeadDotProductAttention(2), _attention(), (_TOKENS,)),
   "attention_masked": Layer(
     lambda: nn.MultiHeadDotProductAttention(2, normalize_qk=True),
@@ -179,27 +179,27 @@ LAYERS: dict[str, Layer] = {
     kwargs={"mask": _MASK},
   ),
   "attention_cross": Layer(
-    lambda: nn.MultiHeadAttention(2, qkv_features=12, out_features=6),
-    _attention(8, 12, 6),
-    (_TOKENS, normal(2, 5, 8, seed=1)),
+    lambda: nn.MultiHeadAttention(2, qkv_features=16, out_features=8),
+    _attention(16, 16, 8),
+    (_TOKENS, normal(2, 9, 16, seed=1)),
   ),
   "attention_grouped": Layer(
-    None, _made(nnx.MultiHeadAttention, 4, 8, num_kv_heads=2, decode=False), (_TOKENS,)
+    None, _made(nnx.MultiHeadAttention, 4, 16, 32, num_kv_heads=2, decode=False), (_TOKENS,)
   ),
   "attention_dropout": Layer(
     lambda: nn.MultiHeadDotProductAttention(2, dropout_rate=0.2, deterministic=False),
     _attention(dropout_rate=0.2, deterministic=False),
     (_TOKENS,),
   ),
-  "attention_decode": Layer(DecodeAll, NnxDecodeAll, (normal(2, 4, 8),)),
+  "attention_decode": Layer(DecodeAll, NnxDecodeAll, (normal(2, 8, 16),)),
   **{f"{name}_cell": _cell(*made) for name, made in _CELLS.items()},
   "conv_lstm_cell": _cell(nn.ConvLSTMCell(8, (3,)), None, 2, 4),
   **{f"{name}_rnn": _rnn(*made[:2], 3, 6, 9) for name, made in _CELLS.items()},
   "conv_lstm_rnn": _rnn(nn.ConvLSTMCell(4, (3, 3)), None, 2, 3, 5, 5, 2),
   "bidirectional": Layer(
-    lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
+    lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.GRUCell(8))),
     lambda rngs: nnx.Bidirectional(
-      nnx.RNN(nnx.GRUCell(9, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(9, 4, rngs=rngs))
+      nnx.RNN(nnx.GRUCell(9, 8, rngs=rngs)), nnx.RNN(nnx.GRUCell(9, 8, rngs=rngs))
     ),
     (normal(3, 6, 9),),
     kwargs={"seq_lengths": np.array([6, 4, 5], np.int32)},

@@ -37,14 +37,14 @@ class Encoder(eqx.Module):
 
   def __init__(self, key):
     keys = jax.random.split(key, 4)
-    self.patches = eqx.nn.Conv2d(3, 8, kernel_size=2, stride=2, key=keys[0])
-    self.norms = [eqx.nn.LayerNorm(8), eqx.nn.LayerNorm(8)]
-    self.attention = eqx.nn.MultiheadAttention(2, 8, key=keys[1])
-    self.mlp = eqx.nn.MLP(8, 8, 16, depth=1, activation=jax.nn.gelu, key=keys[2])
-    self.head = eqx.nn.Linear(8, 4, key=keys[3])
+    self.patches = eqx.nn.Conv2d(3, 16, kernel_size=2, stride=2, key=keys[0])
+    self.norms = [eqx.nn.LayerNorm(16), eqx.nn.LayerNorm(16)]
+    self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[1])
+    self.mlp = eqx.nn.MLP(16, 16, 32, depth=1, activation=jax.nn.gelu, key=keys[2])
+    self.head = eqx.nn.Linear(16, 4, key=keys[3])
 
   def __call__(self, image):
-    x = self.patches(image).reshape(8, -1).T
+    x = self.patches(image).reshape(16, -1).T
     h = jax.vmap(self.norms[0])(x)
     x = x + self.attention(h, h, h)
     x = x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
@@ -60,7 +60,7 @@ def equinox_encoder() -> Model:
     logits = jax.vmap(model)(batch["images"])
     return cross_entropy(logits, batch["labels"]), logits
 
-  batch = {"images": normal(3, 3, 4, 4), "labels": integers(3, below=4, seed=1)}
+  batch = {"images": normal(9, 3, 8, 8), "labels": integers(9, below=4, seed=1)}
   return Model(fun, _weights(params), batch)
 
 
@@ -87,13 +87,13 @@ def haiku_language_model() -> Model:
     lstm = hk.LSTM(8)
     x, _ = hk.dynamic_unroll(lstm, x, lstm.initial_state(ids.shape[0]), time_major=False)
     mask = jnp.tril(jnp.ones((1, 1, ids.shape[1], ids.shape[1]), bool))
-    attention = hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling(), model_size=8)
+    attention = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(), model_size=8)
     x = x + attention(x, x, x, mask=mask)
     x = hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
     return hk.Linear(13)(x)
 
   model = hk.without_apply_rng(hk.transform(forward))
-  ids = integers(3, 6, below=13)
+  ids = integers(3, 8, below=13)
 
   def fun(params, batch):
     logits = model.apply(params, batch["ids"])

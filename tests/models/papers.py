@@ -87,7 +87,7 @@ PAPERS: dict[str, Paper] = {
   "gpt_behind_a_wrapper": Paper(language.TextModel, (integers(2, 8, below=17),), hidden, True),
   "gpt_decode_loop": Paper(language.TextModel, (integers(2, 8, below=17),), generated, True),
   "switch_experts": Paper(language.Switch, (integers(2, 8, below=17),), switch),
-  "vit": Paper(vision.Vit, (normal(3, 8, 8, 3),), classified, True),
+  "vit": Paper(vision.Vit, (normal(3, 16, 16, 3),), classified, True),
   "unet": Paper(
     vision.UNet, (normal(2, 8, 8, 3), normal(2) * 100), _squared(normal(2, 8, 8, 3, seed=1))
   ),

@@ -119,21 +119,21 @@ def decoder(params, batch):
 
 def decoder_values() -> Any:
   layers = {
-    "norm_1": np.ones((3, 8), np.float32),
-    "norm_2": np.ones((3, 8), np.float32),
-    "qkv": dense(8, 24, 1, 3),
-    "out": dense(8, 8, 2, 3),
-    "gate": dense(8, 16, 3, 3),
-    "up": dense(8, 16, 4, 3),
-    "down": dense(16, 8, 5, 3),
+    "norm_1": np.ones((3, 16), np.float32),
+    "norm_2": np.ones((3, 16), np.float32),
+    "qkv": dense(16, 48, 1, 3),
+    "out": dense(16, 16, 2, 3),
+    "gate": dense(16, 32, 3, 3),
+    "up": dense(16, 32, 4, 3),
+    "down": dense(32, 16, 5, 3),
   }
   params = {
-    "table": normal(17, 8),
-    "positions": normal(6, 8, seed=7) / 4,
+    "table": normal(17, 16),
+    "positions": normal(8, 16, seed=7) / 4,
     "layers": layers,
-    "norm": np.ones(8, np.float32),
+    "norm": np.ones(16, np.float32),
   }
-  return params, {"ids": integers(3, 6, below=17)}
+  return params, {"ids": integers(3, 8, below=17)}
 
 
 # Experts: tokens are sorted by theirs.
@@ -156,4 +156,4 @@ def experts_by_group(params, batch):
 
 def experts_values() -> Any:
   params = {"router": dense(8, 3, 3), "up": dense(8, 16, 0, 3), "down": dense(16, 8, 1, 3)}
-  return params, {"x": normal(7, 8, seed=5), "y": normal(7, 8, seed=6)}
+  return params, {"x": normal(9, 8, seed=5), "y": normal(9, 8, seed=6)}

@@ -86,9 +86,9 @@ def _vae(m, x):
 VAE = module(
   _vae,
   encoder=conv(3, 4, 3, 2),
-  statistics=dense(64, 8, bias=True),
+  statistics=dense(64, 16, bias=True),
   noise=dropout(0.5),
-  first=dense(4, 64, bias=True),
+  first=dense(8, 64, bias=True),
   last=dense(64, 192, bias=True),
 )
 """A variational autoencoder."""
