@@ -29,6 +29,7 @@ from mpjax._autocast.scopes import ScopePolicies, ScopePolicy
 from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.types import FLOAT32, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
+from mpjax._jaxpr.count import is_small_matmul
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import AS_TRACED, OUTER_PRODUCT, Row, facts_of, is_higher_order
 from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs
@@ -125,8 +126,8 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
     return 0 if eqn.params["new_dtype"] in HALVES else behind
   match part_of(eqn, scope_policies.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
-      # A matmul reads its operands in the compute dtype. Consumers of its result do not matter.
-      return 0
+      # A matmul reads its operands in its own dtype. Consumers of its result do not matter.
+      return Flag.FLOAT32 if is_small_matmul(eqn) else 0
     case "half" | "promote" | "keep":
       return _through_arithmetic(eqn, behind)
     case _:  # the float32 list, and operations in their traced dtypes

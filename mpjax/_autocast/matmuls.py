@@ -17,22 +17,22 @@ from mpjax._autocast.settings import Settings
 from mpjax._autocast.values import FloatValue
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.compat import context_of
-from mpjax._jaxpr.count import dot_axes, matmul_sizes
+from mpjax._jaxpr.count import (
+  FEWEST_PRODUCTS,
+  dot_axes,
+  is_small_matmul,
+  matmul_sizes,
+  sums_few_products,
+)
 from mpjax._jaxpr.locations import location
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import Atom, aval_of, dtype_of, shape_of
+from mpjax._jaxpr.reader import Atom, aval_of, dtype_of
 from mpjax._matmul.matmul import Matmul, RecipeMatmul, equation
 from mpjax._matmul.protocol import Recipe
 from mpjax._matmul.recipes import recipe_of
 
 Operands: TypeAlias = Sequence[FloatValue | None]
 """The operands of an equation; None for operands that are not floating."""
-
-FEWEST_PRODUCTS = 8
-"""The fewest contracted elements of a low-precision matmul of an input.
-
-Coordinates, angles and cameras have fewer, and Tensor Cores gain nothing there.
-"""
 
 OF_INPUTS = "its operands are inputs and constants"
 """The reason for an audit why a matmul runs as written without a request of the user."""
@@ -46,8 +46,10 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     return rewriter.write_as_traced(eqn)
   if all(kind.role in (Role.NUMBER, Role.INPUT) for kind in kinds):
     return rewriter.write_as_traced(rewriter.explained(eqn, "low", OF_INPUTS))
-  # Coordinates times a projection: few products, and a rounded coordinate loses detail.
-  if any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS:
+  # A rounded coordinate loses detail, and a rounded rotation or covariance is none any more.
+  of_inputs = any(kind.role == Role.INPUT for kind in kinds)
+  few = is_small_matmul(eqn) or (of_inputs and sums_few_products(eqn))
+  if few and not _has_own_precision(eqn, rewriter.scope_policy(eqn)):
     return _in_float32(rewriter, eqn, values, low)
   return _in_low_precision(rewriter, eqn, values, low)
 
@@ -59,25 +61,15 @@ def _kinds_of_operands(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> l
   return kinds + [rewriter.kind_of_integers(v, FLOAT32) for v in integers if kinds]
 
 
-def _products(eqn: JaxprEqn) -> float:
-  """Returns how many products each element of a matmul sums; inf for convolutions."""
-  if facts_of(eqn).flops != "dot":
-    return np.inf
-  (contracted, _), _ = eqn.params["dimension_numbers"]
-  sizes = [shape_of(eqn.invars[0])[axis] for axis in contracted]
-  # The symbolic size of an exported function may be large.
-  return np.inf if any(map(is_symbolic_dim, sizes)) else float(np.prod(sizes))
-
-
 def _role_in_float32(values: Operands) -> Role:
   """Returns the role of the result of a float32 matmul: it is rounded if an operand is."""
   return max(Role.UNROUNDED, *(v.kind.role for v in values if v is not None))
 
 
 def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
-  """Writes a matmul of an input with few products. Its result is an activation."""
-  reason = f"it sums fewer than {FEWEST_PRODUCTS} products of an input"
-  eqn = rewriter.explained(eqn, "low", reason)
+  """Writes a matmul with few products. Its result is an activation."""
+  of = "a small matrix" if is_small_matmul(eqn) else "an input"
+  eqn = rewriter.explained(eqn, "low", f"it sums fewer than {FEWEST_PRODUCTS} products of {of}")
   operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
   result = Kind(_role_in_float32(values), FLOAT32)
   rewriter.write_rounding(eqn, operands, [result], low, retype(eqn, FLOAT32))

@@ -6,6 +6,8 @@
     one contracted element             as a multiplication, below
     no free axis                       float32, as a sum
     an input, under 8 contracted       float32
+    under 8 contracted, 2 to 7 rows
+      or columns                       float32
   float32 list                         float32
   anything else                        float32 if an operand is an input or a float32 activation, or
                                        if a number is outside the range of the compute dtype;

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
-from mpjax._autocast.matmuls import FEWEST_PRODUCTS, OF_INPUTS
+from mpjax._autocast.matmuls import OF_INPUTS
 from mpjax._autocast.scopes import REGION, policy_of
 from mpjax._core.types import is_low_precision
+from mpjax._jaxpr.count import sums_few_products
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import NOT_IN
 from mpjax._jaxpr.primitives import Group
@@ -402,21 +403,13 @@ def is_float32_of_inputs(operation: Operation, before: list[History]) -> bool:
   if operation.facts.flops is None or is_asked or not in_low_region(operation):
     return False
   # A matmul with few products runs in float32 anyway.
-  return all(x.given for x in before[:2]) and _contracted(operation) >= FEWEST_PRODUCTS
+  return all(x.given for x in before[:2]) and not sums_few_products(operation.eqn)
 
 
 def is_wide_matmul(operation: Operation) -> bool:
   """Whether an operation is a matmul without any low precision."""
   values = (*operation.operands[:2], *operation.results)
   return operation.facts.flops is not None and not any(v.is_low for v in values)
-
-
-def _contracted(operation: Operation) -> int:
-  """Returns how many products each element of a matmul sums."""
-  # A product and its addition are two FLOPs.
-  flops = operation.flops or 0
-  size = operation.results[0].size
-  return flops // max(2 * size * operation.times, 1)
 
 
 def in_low_region(operation: Operation) -> bool:

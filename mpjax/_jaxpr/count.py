@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.extend.core import JaxprEqn
 
 from mpjax._jaxpr.primitives import EqnParams, facts_of
@@ -108,3 +109,28 @@ def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
   each = (lhs, axes.own(0, lhs)), (rhs, axes.own(1, rhs)), (lhs, axes.contracted[0])
   rows, columns, depth = (math.prod(x.shape[axis] for axis in some) for x, some in each)
   return rows, columns, depth
+
+
+FEWEST_PRODUCTS = 8
+"""The fewest products that a low-precision matmul of an input or of a small matrix sums.
+
+Coordinates, angles, cameras and rotations have fewer, and Tensor Cores gain nothing there.
+"""
+
+
+def sums_few_products(eqn: JaxprEqn) -> bool:
+  """Whether each element of a matmul is a sum of few products; false for convolutions."""
+  return facts_of(eqn).flops == "dot" and _is_short(matmul_sizes(eqn)[2])
+
+
+def is_small_matmul(eqn: JaxprEqn) -> bool:
+  """Whether a matmul sums few products and has few rows or columns, such as one of rotations.
+
+  One row or column does not count: it is a weighted sum of vectors, as over experts.
+  """
+  return sums_few_products(eqn) and any(n != 1 and _is_short(n) for n in matmul_sizes(eqn)[:2])
+
+
+def _is_short(size: Any) -> bool:
+  """Whether an axis is short. The symbolic size of an exported function may be large."""
+  return not is_symbolic_dim(size) and size < FEWEST_PRODUCTS

@@ -93,6 +93,13 @@ MATMULS = {
   "seven products of an activation and an input": (lambda w, x, h: h[:, :7] @ x[:7], F32),
   "seven products of an activation": (lambda w, x, h: h[:, :7] @ w[:7], LOW),
   "seven products of parameters": (lambda w, x, h: w[:, :7] @ w[:7], LOW),
+  # With fewer than eight products, and two to seven rows or columns.
+  "two rows": (lambda w, x, h: h[:2, :7] @ w[:7], F32),
+  "seven columns": (lambda w, x, h: h[:, :7] @ w[:7, :7], F32),
+  "seven columns of eight products": (lambda w, x, h: h @ w[:, :7], LOW),
+  "a row": (lambda w, x, h: h[:1, :7] @ w[:7], LOW),
+  "a vector": (lambda w, x, h: h[0, :7] @ w[:7], LOW),
+  "a batch of two": (lambda w, x, h: jnp.einsum("bei,ein->ebn", *in_two(2, w, h)), LOW),
   "eight products over two axes": (
     lambda w, x, h: jnp.einsum("bij,ijn->bn", *in_two(4, w, x)),
     LOW,

@@ -178,6 +178,7 @@ KEPT = {
   # name: a function of a parameter and an input
   "of inputs": lambda w, x: x @ x.T,
   "few products of an input": lambda w, x: x[:, :3] @ w[:3],
+  "small matrices": lambda w, x: (w @ w)[:4, :4] @ (w @ w)[:4, :4],
   "without a free axis": lambda w, x: jnp.vdot(x @ w, x @ w),
   "full_precision": mpjax.full_precision(lambda w, x: x @ w),
   "convolution": mpjax.full_precision(

@@ -246,7 +246,6 @@ def test_cells_return_one_dtype_and_are_near_an_all_half_cell_for_mixes_of_dtype
 # Where a value is rounded decides the result: policies against dtypes by hand.
 
 SOLVING = {
-  "kalman_filter": {"linear algebra", "difference"},
   "kernel_before_cholesky": {"difference"},
   "whitened_features": {"linear algebra"},
 }

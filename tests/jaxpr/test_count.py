@@ -1,11 +1,13 @@
 """FLOPs of matmuls and convolutions against XLA's own analysis."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mpjax._jaxpr.count import flops_of, matmul_sizes
+from mpjax._jaxpr.count import flops_of, is_small_matmul, matmul_sizes, sums_few_products
 from mpjax._jaxpr.reader import walk
 from tests.programs import s
 
@@ -90,3 +92,34 @@ def test_flops_of_a_ragged_product_do_not_grow_with_the_groups():
   args = s(8, 3), s(4, 3, 5), s(4, dtype=jnp.int32)
   assert flops(fun, *args) == [2 * 8 * 3 * 5]
   assert matmul_sizes(jax.make_jaxpr(fun)(*args).eqns[0]) == (8, 5, 3)
+
+
+SMALL = {
+  # name: shapes, axes, whether the matmul sums few products, and whether it is small
+  "rotations": (("bij,bjk->bik", s(9, 3, 3), s(9, 3, 3)), True, True),
+  "rows": (("ij,jk->ik", s(2, 7), s(7, 9)), True, True),
+  "columns": (("ij,jk->ik", s(9, 7), s(7, 2)), True, True),
+  "low rank": (("ij,jk->ik", s(8, 7), s(7, 8)), True, False),
+  "one row": (("j,jk->k", s(7), s(7, 9)), True, False),
+  "experts": (("be,bed->bd", s(9, 2), s(9, 2, 8)), True, False),
+  "eight products": (("ij,jk->ik", s(2, 8), s(8, 2)), False, False),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_which_matmuls_sum_few_products_and_are_small(name):
+  (axes, *shapes), few, small = SMALL[name]
+  (eqn,) = jax.make_jaxpr(functools.partial(jnp.einsum, axes))(*shapes).eqns
+  assert (sums_few_products(eqn), is_small_matmul(eqn)) == (few, small)
+
+
+def test_a_symbolic_size_may_be_large():
+  (size,) = jax.export.symbolic_shape("n")
+  for shapes in [s(size, 3), s(3, 9)], [s(2, size), s(size, 9)]:
+    (eqn,) = jax.make_jaxpr(jnp.matmul)(*shapes).eqns
+    assert not is_small_matmul(eqn)
+
+
+def test_a_convolution_sums_enough_products():
+  (eqn,) = jax.make_jaxpr(lambda x, w: lax.conv(x, w, (1,), "SAME"))(s(1, 1, 8), s(1, 1, 3)).eqns
+  assert not sums_few_products(eqn)

@@ -710,8 +710,8 @@ mpjax/_autocast/matmuls.py::matmul
 tests/autocast/test_operations.py::test_a_matmul_of
 
 88 a matmul of an activation that sums few products is in float32 too
-- any(kind.role == Role.INPUT for kind in kinds) and _products(eqn) < FEWEST_PRODUCTS
-+ _products(eqn) < FEWEST_PRODUCTS
+- of_inputs and sums_few_products(eqn)
++ sums_few_products(eqn)
 tests/autocast/test_operations.py::test_a_matmul_of
 
 mpjax/_autocast/matmuls.py::_role_in_float32
@@ -1004,6 +1004,20 @@ mpjax/_matmul/matmul.py::into
 - wide_dot_general_p if into_wider else primitive
 + primitive
 ::test_a_cpu_computes_a_float32_sum_over_any_axes
+
+mpjax/_autocast/matmuls.py::matmul
+
+133a a matmul of small matrices is in low precision
+- is_small_matmul(eqn) or (of_inputs and sums_few_products(eqn))
++ of_inputs and sums_few_products(eqn)
+tests/autocast/test_operations.py::test_a_matmul_of
+
+mpjax/_jaxpr/count.py::is_small_matmul
+
+133b a weighted sum over experts is one of small matrices
+- n != 1 and _is_short(n)
++ _is_short(n)
+::test_which_matmuls_sum_few_products_and_are_small
 """
 
 MUTATIONS = parsed(TABLE)
