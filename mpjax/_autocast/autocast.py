@@ -22,7 +22,7 @@ from mpjax._autocast.consumers import flags_of_result
 from mpjax._autocast.custom_rules import instantiated
 from mpjax._autocast.kinds import FLOATS, Kind, Role, kind_of_input, kinds_of_constants
 from mpjax._autocast.linear_algebra import warn_without_line
-from mpjax._autocast.precision import default_precision, traced
+from mpjax._autocast.precision import default_precision, refusals_explained, traced
 from mpjax._autocast.rewrite import rewrite
 from mpjax._autocast.run import run
 from mpjax._autocast.scopes import check_rules_match
@@ -206,7 +206,9 @@ def with_settings(
         with_settings, settings=settings, where=where, returns_sums=returns_sums
       )
       computed = _differentiated_at_once(run_rewritten, call.flat, decides, again)
-    return returned.around(computed(*call.operands))
+    # Outside of `jit` the operations are compiled here.
+    with refusals_explained(where):
+      return returned.around(computed(*call.operands))
 
   return wrapped
 

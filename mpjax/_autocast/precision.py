@@ -1,8 +1,10 @@
 """Parameters of equations that name a dtype or a precision."""
 
+import contextlib
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -11,8 +13,9 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.extend.core.primitives import dot_general_p
-from jax.lax import Precision
+from jax.lax import DotAlgorithmPreset, Precision
 
+from mpjax._core.errors import MpjaxError, MpjaxValueError
 from mpjax._core.types import FLOAT32, DType, Function, PyTree
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
@@ -51,6 +54,25 @@ def wants_precision(params: EqnParams) -> bool:
   """Whether the user chose the precision or the result dtype of a matmul."""
   result, asked = params.get("preferred_element_type"), asked_precision(params.get("precision"))
   return asked != "" or (result is not None and result != FLOAT32)
+
+
+@contextlib.contextmanager
+def refusals_explained(where: str) -> Iterator[None]:
+  """Says before the error of a device that it refuses a precision, and what to write instead."""
+  try:
+    yield
+  except (RuntimeError, ValueError) as error:
+    # XLA writes "ALG_DOT_TF32_TF32_F32".
+    names = (p.name for p in DotAlgorithmPreset if p is not DotAlgorithmPreset.DEFAULT)
+    refused = [name for name in names if re.search(rf"(?<![A-Z0-9]){name}\b", str(error))]
+    if not refused or isinstance(error, MpjaxError):
+      raise
+    raise MpjaxValueError(
+      where,
+      expected="a precision that the device supports",
+      got=f"precision={refused[0]!r} of the policy or the code, and this error: {error}",
+      fix="Write precision='highest', which every device supports.",
+    ) from error
 
 
 class Asked(NamedTuple):

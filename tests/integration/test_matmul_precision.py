@@ -162,3 +162,24 @@ def test_integers_and_other_dtypes_than_those_of_the_algorithm_have_none():
 
   fn = mpjax.autocast(both, HALF)
   assert asked(fn, jnp.eye(8)) == [("float16", None), ("int32", None)]
+
+
+@pytest.mark.parametrize(
+  "call", [lambda f, x: f(x), lambda f, x: jax.grad(f)(x)], ids=["eager", "grad"]
+)
+def test_the_error_of_a_device_that_refuses_a_precision_says_what_to_write(call):
+  # CPUs have no TF32. The class of JAX's error and its text stay.
+  fun = mpjax.autocast(lambda x: jnp.sum(x @ x), mpjax.Policy(precision="TF32_TF32_F32"))
+  with pytest.raises(ValueError, match="is not supported by dot_general") as raised:
+    call(fun, jnp.eye(8))
+  assert raised.value.fix == "Write precision='highest', which every device supports."
+
+
+def test_another_error_while_a_function_runs_stays_as_it_is():
+  def fails(x):
+    raise ValueError("no precision, by DEFAULT")
+
+  fun = mpjax.autocast(lambda x: jax.pure_callback(fails, x, x), "mixed_bfloat16")
+  with pytest.raises(Exception, match="no precision") as raised:
+    jax.block_until_ready(fun(jnp.eye(8)))
+  assert not isinstance(raised.value, mpjax.MpjaxError)
