@@ -100,21 +100,33 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
 
   JAX gives all equations of a part the line of the first. An equation with effects is a group,
   since JAX orders prints by the effects of equations. So is an equation whose inner jaxprs occur
-  once.
+  once. No group has two equal equations, so that layers without scopes are groups too.
   """
   # Equal activation functions, and equal matmuls with a rule, share one dict of parameters, since
   # their equations are cached.
   held = Counter(id(eqn.params) for eqn in eqns)
   needs_lines = AUDIT.value is not None
 
-  def group(eqn: JaxprEqn) -> Hashable:
+  def place(eqn: JaxprEqn) -> Hashable:
     alone = eqn.effects or (is_higher_order(eqn) and held[id(eqn.params)] == 1)
     if alone:
       return id(eqn)
     lines = (location(eqn).source, lines_of_call(eqn)) if needs_lines else ()
     return (eqn.source_info.name_stack, eqn.ctx, *lines)
 
-  return [list(each) for _, each in itertools.groupby(eqns, group)]
+  groups: list[list[JaxprEqn]] = []
+  for _, each in itertools.groupby(eqns, place):
+    keys: set[Hashable] = set()
+    groups.append([])
+    for eqn in each:
+      key, *_ = _part([eqn], 0, {})
+      # Wherever the first group begins, equal layers are soon cut at equal places.
+      if key in keys:
+        groups.append([])
+        keys.clear()
+      groups[-1].append(eqn)
+      keys.add(key)
+  return groups
 
 
 def _last_reads(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> dict[Atom, int]:

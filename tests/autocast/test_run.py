@@ -1,5 +1,6 @@
 """Running a rewritten program: written out, or as one call where JAX is tracing."""
 
+import contextlib
 import functools
 import re
 
@@ -121,17 +122,18 @@ def test_a_result_in_low_precision_has_no_weak_type():
 # What repeats is differentiated once.
 
 
-def layers(x, w, between=lambda x: x):
+def layers(x, w, between=lambda x: x, scope=jax.named_scope):
   """Six layers, of which the last is like none of the others."""
   for number in range(6):
-    with jax.named_scope(f"layer_{number}"):
+    with scope(f"layer_{number}"):
       x = between(jnp.sin(x @ w) * (3.0 if number == 5 else 2.0))
   return x.sum()
 
 
-def test_layers_alike_are_differentiated_once():
+@pytest.mark.parametrize("scope", [jax.named_scope, contextlib.nullcontext], ids=["scopes", "none"])
+def test_layers_alike_are_differentiated_once(scope):
   seen = programs.Derivatives()
-  cast = mpjax.autocast(functools.partial(layers, between=seen.of))
+  cast = mpjax.autocast(functools.partial(layers, between=seen.of, scope=scope))
   jax.jit(jax.grad(cast)).trace(X, W)
   assert seen.count == 2  # Of five layers that are alike, and of the last.
   seen.count = 0

@@ -1018,6 +1018,13 @@ mpjax/_jaxpr/count.py::is_small_matmul
 - n != 1 and _is_short(n)
 + _is_short(n)
 ::test_which_matmuls_sum_few_products_and_are_small
+
+mpjax/_autocast/run.py::_groups
+
+134 equal layers without scopes are differentiated one by one
+- key in keys
++ False
+::test_layers_alike_are_differentiated_once
 """
 
 MUTATIONS = parsed(TABLE)
