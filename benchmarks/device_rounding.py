@@ -4,9 +4,9 @@
   PYTHONPATH=. python benchmarks/device_rounding.py --only "Fourier features" EGNN --out FILE.json
 
 GPUs since Ampere round the operands of float32 matmuls of default precision to 11 significant bits
-(TF32), and TPUs to 8 (one bfloat16 pass). A CPU rounds nothing. Here they are rounded in the traced
-gradient, so that it has the error of the device. The cost of the matmuls that a policy keeps in
-float32 is their share of the FLOPs. The programs are those of `hard_programs.py`.
+(TF32), and TPUs to 8 (one bfloat16 pass). A CPU rounds nothing, so this script rounds the operands
+in the traced gradient, which then has the error of the device. It also gives the share of the FLOPs
+in float32, because these matmuls are slower. `hard_programs.py` has the programs.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def _rewritten(program: Any, bits: int) -> Any:
 
 
 def measured(name: str, seeds: int) -> dict[str, Any]:
-  """Returns the errors of a program on a CPU and on each device, and the cost of float32."""
+  """Returns the errors of a program on a CPU and each device, and the float32 share of FLOPs."""
   program = PROGRAMS[name]
   draws = hard_programs.drawn(program, seeds)
   true = hard_programs.reference(program, draws)
@@ -146,7 +146,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def arguments() -> dict[str, Any]:
-  """Returns what the command line asks for."""
+  """Returns the arguments of the command line."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument(
     "--only", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS), metavar="PROGRAM",

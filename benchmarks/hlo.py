@@ -122,7 +122,7 @@ class Module:
   def products(self, *, highest: bool = False) -> collections.Counter[str]:
     """Returns how many products there are of each pair of operand dtypes, fusions' included.
 
-    With `highest` they are those that ask for the highest precision, on a GPU or on a TPU.
+    With `highest`, only products count that ask for the highest precision of a GPU or a TPU.
     """
     found: collections.Counter[str] = collections.Counter()
     for computation in self.computations.values():

@@ -1,14 +1,15 @@
-"""Compare what the backward pass keeps under a policy with dtypes by hand, as traced and compiled.
+"""Compare the memory for the backward pass under a policy and with dtypes set by hand.
 
   JAX_PLATFORMS=cpu PYTHONPATH=. .venv-gpu-hlo/bin/python benchmarks/saved_bytes.py
   python benchmarks/saved_bytes.py --gpu none --differences Gemma scan
   python benchmarks/saved_bytes.py --show
 
-Language models with RMSNorm or LayerNorm, with a gate or without, and a ResNet with BatchNorm. *As
-traced*, these are the arrays in `jax.vjp(loss, params)[1]` that the forward pass computes.
-*Compiled*, these are the bytes moved and the temporaries of a training step for a GPU, which runs
-nowhere. By hand, every layer has `dtype=bfloat16`. Norms, rotary positions and softmax are float32
-and return bfloat16, and the logits are the float32 sums of their matmul, as under a policy.
+The models are language models with RMSNorm or LayerNorm, with a gate or without, and a ResNet with
+BatchNorm. *As traced* counts the arrays in `jax.vjp(loss, params)[1]` that the forward pass
+computes. *Compiled* counts the bytes moved and the temporaries of a training step, which is
+compiled for a GPU but does not run. By hand, every layer has `dtype=bfloat16`. Norms, rotary
+positions and softmax run in float32 and return bfloat16. The logits are the float32 sums of their
+matmul, as under a policy.
 """
 
 import argparse
@@ -157,11 +158,11 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "resnet": models.SIZES["quick"]["convolutions"],
   },
 }
-"""Short texts, so that attention does not hide the norms and gates, and 4,096 tokens."""
+"""The full size has 4,096 tokens in short texts, so attention does not hide norms and gates."""
 
 
 def cases(size: str) -> dict[tuple[str, str], models.Case]:
-  """Returns each model with the way in which its layers are repeated."""
+  """Returns the models by kind and by the way in which their layers are repeated."""
   fields = dict(SIZES[size])
   resnet, shape = fields.pop("resnet"), (fields.pop("batch"), fields.pop("length"))
 
@@ -219,7 +220,7 @@ def main(
   out: pathlib.Path = RECORDED,
   console: Console | None = None,
 ) -> dict[str, Any]:
-  """Measures, writes JSON, prints the table, and returns what it wrote."""
+  """Measures, writes JSON, prints the table, and returns the results."""
   console = console or Console()
   chosen = {name: case for name, case in cases(size).items() if name[0] in kinds}
   settings = {"target": gpu, "size": size, "options": gpu_hlo.OPTIONS}
@@ -261,7 +262,7 @@ def updated(page: str, results: Mapping[str, Any]) -> str:
 
 
 def show_differences(case: models.Case, console: Console) -> None:
-  """Prints what a policy keeps and dtypes by hand do not, and the reverse, most bytes first."""
+  """Prints the bytes that a policy keeps beyond dtypes by hand, or saves, largest first."""
   by_hand, policy = (kept(case, version) for version in VERSIONS)
   policy.subtract(by_hand)
   for name, count in sorted(policy.items(), key=lambda each: -abs(each[1])):
@@ -271,7 +272,7 @@ def show_differences(case: models.Case, console: Console) -> None:
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--kinds", nargs="+", default=[*KINDS, "ResNet"], help="of models")
+  parser.add_argument("--kinds", nargs="+", default=[*KINDS, "ResNet"], help="kinds of models")
   parser.add_argument("--size", default="full", choices=SIZES)
   parser.add_argument("--gpu", default="h200", choices=[*gpu_hlo.GPUS, "none"])
   parser.add_argument("--out", type=pathlib.Path, default=RECORDED)

@@ -2,8 +2,8 @@
 
 Without this, the backward pass of `x + 0.04 * x ** 3` keeps several float32 arrays of the size of
 `x`. The equation holds all powers of a value, all functions of these powers, and a product with
-another value, as in GeGLU. It saves these two values in low precision, and the backward pass
-computes the slopes from them.
+another value, as in GeGLU. It saves only these two values, in low precision if they are the results
+of matmuls, and the backward pass computes the slopes from them.
 
 The rules write the operations inside, so results are the same bit for bit.
 """
@@ -48,7 +48,7 @@ class Activation(NamedTuple):
 
 
 class _Chains(NamedTuple):
-  """The equations that compute functions of few values alone, elementwise."""
+  """The elementwise equations that compute functions of one value, or of a value and its gates."""
 
   consumers: Mapping[Var, set[int]]  # the positions of each variable's consumers
   repeated: set[Var]  # the results of broadcasts
@@ -111,7 +111,8 @@ def _roots(eqn: JaxprEqn, chains: _Chains, ops: OpLists) -> tuple[Var, ...] | No
   # Operands in a chain count as their roots: `x * x ** 2` is a function of `x` alone.
   operands = variables(eqn.invars)
   values = dict.fromkeys(chains.roots.get(v, (v,)) for v in eqn.invars if isinstance(v, Var))
-  # A power that nothing else uses gates the other factor. The rows of a broadcast would be saved.
+  # A power gates the other factor, unless other operations use the power too. A broadcast factor
+  # stays outside, because all of its equal rows would be saved.
   powers = [v for v in operands & chains.grown.keys() if len(chains.consumers[v]) == 1]
   gates = powers and facts_of(eqn).role == "product" and operands.isdisjoint(chains.repeated)
   return tuple(dict.fromkeys(itertools.chain(*values))) if len(values) == 1 or gates else None
@@ -213,7 +214,7 @@ def _by_the_rules(
 
 @functools.lru_cache(maxsize=256)  # Equal layers share one, and so do calls outside `jit`.
 def _equation(computed: _Computed, saved: Sequence[DType], *avals: ShapedArray) -> JaxprEqn:
-  """Returns an equation that computes a jaxpr, and saves its operands in some dtypes."""
+  """Returns an equation that computes a jaxpr, and saves its operands in the dtypes `saved`."""
 
   def activation(*operands: Array) -> list[Array]:
     wide = (jax.lax.convert_element_type(x, FLOAT32) for x in operands)
@@ -247,8 +248,8 @@ def _along(activation: Callable[..., list[Array]], moving: int) -> Callable[...,
   """Returns the derivative by one operand as a function of a tangent and the operands."""
 
   def change(step: Array, *operands: Array) -> Array:
-    # XLA does not know this factor. It would take the operations for those of the forward pass, and
-    # keep a float32 tanh.
+    # The barrier hides from XLA that this factor is 1. Otherwise XLA would share these operations
+    # with the forward pass, and keep a float32 tanh.
     one = jax.lax.optimization_barrier(np.float32(1))
     wide = [jax.lax.convert_element_type(x, FLOAT32) * one for x in operands]
     x, before, after = wide[moving], wide[:moving], wide[moving + 1 :]
@@ -261,10 +262,10 @@ def _along(activation: Callable[..., list[Array]], moving: int) -> Callable[...,
 
 
 tangent_p = Primitive("activation_tangent")
-"""The tangent of an activation function by one operand: a tangent, times a slope at the operands.
+"""The tangent of an activation function by one operand: the operand's tangent times the slope.
 
-JAX saves the operands for the backward pass, not the slope. The same in a `jax.checkpoint` would
-have no transpose under `jax_remat3`.
+The equation computes the slope itself, so JAX saves the operands for the backward pass and not the
+slope. A `jax.checkpoint` would do the same, but it has no transpose under `jax_remat3`.
 """
 
 

@@ -206,7 +206,7 @@ def with_settings(
         with_settings, settings=settings, where=where, returns_sums=returns_sums
       )
       computed = _differentiated_at_once(run_rewritten, call.flat, decides, again)
-    # Outside of `jit` the operations are compiled here.
+    # Outside of `jit` the operations are compiled here, so errors of the device are raised here.
     with refusals_explained(where):
       return returned.around(computed(*call.operands))
 

@@ -2,7 +2,8 @@
 
 One backward walk finds the flags before any equation is written. They pass from a result to its
 operands through arithmetic and moves. A matmul, the end of a Flax layer and the user's cast to low
-precision stop them. The addition of two arrays stops them too, and gives its operands `SUM`.
+precision stop them. The addition of two arrays stops them too, and gives its operands `SUM`, or
+`GATED` if one of them is a product.
 A flag can only widen an operation.
 """
 
@@ -52,13 +53,13 @@ class Flag:
   # A consumer is a float32 result of the policy, perhaps after moves and the addition of a bias.
   # It widens every operation, and a matmul returns its float32 sum.
   OUTPUT = 8
-  # A consumer is the sum of an array and a product, perhaps after arithmetic and moves. It is
-  # `FLOAT32` if the array is float32, and widens nothing otherwise.
+  # A consumer is the sum of an array and a product, perhaps after arithmetic and moves. It widens
+  # like `FLOAT32` if the array is float32, and otherwise widens nothing.
   GATED = 16
 
 
 class Flags(NamedTuple):
-  """What is known of the consumers of the variables of a jaxpr."""
+  """The consumers of the variables of a jaxpr, as flags."""
 
   of: Mapping[Atom, int]  # the flags of each variable
   addends: Mapping[Atom, tuple[Atom, ...]]  # the arrays to which values with `GATED` are added
@@ -126,7 +127,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
     return 0 if eqn.params["new_dtype"] in HALVES else behind
   match part_of(eqn, scope_policies.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
-      # A matmul reads its operands in its own dtype. Consumers of its result do not matter.
+      # A matmul casts its operands to its own dtype, so the consumers of its result do not matter.
       return Flag.FLOAT32 if is_small_matmul(eqn) else 0
     case "half" | "promote" | "keep":
       return _through_arithmetic(eqn, behind)

@@ -45,7 +45,7 @@ def cond(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
 
 
 def _selected(each: Sequence[Kind | None]) -> Kind | None:
-  """Returns the kind of a value that has one of some kinds; None if it is not floating."""
+  """Returns the kind of a value selected from others; None if it is not floating."""
   kinds = [kind for kind in each if kind is not None]
   if len(kinds) < len(each):
     return None
@@ -98,8 +98,8 @@ def _settle_carries(
   """Finds kinds of the carries that the body also returns, and sets and returns them.
 
   The kinds of results depend on the kinds of carries, so the body is rewritten until nothing
-  changes. This ends, since roles only grow, dtypes of activations only widen, and the numbers of a
-  carry change a few times.
+  changes. This ends, because roles only grow, dtypes of activations only widen, and the numbers of
+  a carry change only a few times: see `numbers_of_carry`.
   """
   starts = [kinds[i] for i in body.carried]
   state = starts = [kind and kind._replace(variable=None) for kind in starts]

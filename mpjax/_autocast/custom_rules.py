@@ -241,7 +241,7 @@ def _type(x: Array, dtype: DType | None) -> AbstractValue:
 def _of_change(slot: _Slot) -> _Slot:
   """Returns the slot of a tangent or a cotangent, from that of its value."""
   dtype, kind = slot
-  # The value may be the number 1.5. Its cotangent is another number.
+  # If the value is a number such as 1.5, nothing is known about the numbers of its cotangent.
   return dtype, kind and kind._replace(numbers=UNKNOWN)
 
 

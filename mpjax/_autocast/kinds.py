@@ -34,8 +34,9 @@ class Role(enum.IntEnum):
   NUMBER = 0
   PARAMETER = 1
   INPUT = 2
-  # An activation that low precision has not rounded: a float32 matmul of such values, parameters or
-  # inputs. It decides dtypes as any activation does. Only the warning of linear algebra asks.
+  # An activation that low precision has not rounded: the result of a float32 matmul of parameters,
+  # inputs or other unrounded values. It decides dtypes like any activation. Only the warning of
+  # linear algebra distinguishes the two.
   UNROUNDED = 3
   ACTIVATION = 4
 
@@ -52,8 +53,8 @@ class Kind(NamedTuple):
   # Whether it is one parameter, perhaps moved, scaled or cast by the user. Recipes for
   # matmuls in a format need to know.
   weight: bool = False
-  # The numbers among its elements, as far as they matter. Inputs and activations need none, since
-  # their dtype says already where operations run.
+  # The numbers among its elements, as far as they matter. Inputs and activations need none, because
+  # their dtype already decides in which precision operations run.
   numbers: Numbers = UNKNOWN
 
   @property

@@ -46,7 +46,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     return rewriter.write_as_traced(eqn)
   if all(kind.role in (Role.NUMBER, Role.INPUT) for kind in kinds):
     return rewriter.write_as_traced(rewriter.explained(eqn, "low", OF_INPUTS))
-  # A rounded coordinate loses detail, and a rounded rotation or covariance is none any more.
+  # A rounded coordinate loses detail, and a rounded rotation is no longer orthogonal.
   of_inputs = any(kind.role == Role.INPUT for kind in kinds)
   few = is_small_matmul(eqn) or (of_inputs and sums_few_products(eqn))
   if few and not _has_own_precision(eqn, rewriter.scope_policy(eqn)):
@@ -62,12 +62,12 @@ def _kinds_of_operands(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> l
 
 
 def _role_in_float32(values: Operands) -> Role:
-  """Returns the role of the result of a float32 matmul: it is rounded if an operand is."""
+  """Returns the role of the result of a float32 matmul, which is rounded if an operand is."""
   return max(Role.UNROUNDED, *(v.kind.role for v in values if v is not None))
 
 
 def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
-  """Writes a matmul with few products. Its result is an activation."""
+  """Writes in float32 a matmul that sums few products. Its result is an activation."""
   of = "a small matrix" if is_small_matmul(eqn) else "an input"
   eqn = rewriter.explained(eqn, "low", f"it sums fewer than {FEWEST_PRODUCTS} products of {of}")
   operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]

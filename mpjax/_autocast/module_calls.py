@@ -467,8 +467,8 @@ def module_call(
   # `EVERY` holds `object`: a module around this one is called in the compute dtype.
   casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
   region = region_of(policy)
-  # Its own operations run in float32, and the modules inside keep the policy. Its matmuls ask for
-  # the highest precision, as others that a policy keeps in float32, unless one is named.
+  # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
+  # the highest precision unless one is named, like all matmuls that a policy keeps in float32.
   if policy is not None and computes_in_half(policy) and isinstance(module, layers.iterates):
     is_named = policy.precision is not None or default_precision() is not None
     region = region_of(Policy(precision=None if is_named else "highest"))

@@ -1,8 +1,9 @@
 """The numbers among the elements of a value, and whether a low-precision dtype can hold them.
 
-Literals and masks have few numbers, which are known when a function is rewritten. Whatever is
-computed from them keeps those that a low-precision dtype cannot hold, also together with
-parameters: `jnp.where(mask, bias, -1e9)` is added in float32, and so is a sum of 70,000 ones.
+Literals and masks have few numbers, which are known when a function is rewritten. A value that is
+computed from them keeps the numbers that a low-precision dtype cannot hold, even if parameters are
+operands too. Under float16, adding `jnp.where(mask, bias, -1e9)` therefore runs in float32, and so
+does dividing by a sum of 70,000 ones.
 """
 
 import functools
@@ -21,9 +22,9 @@ from mpjax._jaxpr.primitives import UNCOUNTED, facts_of
 from mpjax._jaxpr.reader import LARGEST, shape_of
 
 Numbers: TypeAlias = frozenset[float | None]
-"""Each element is one of them, or between two of them, or between one of them and 0.
+"""The numbers of a value: each element equals one of them, or lies between two of them or 0.
 
-None stands for any number. Beside it are only numbers that a low-precision dtype cannot hold.
+None stands for any number. The others are then kept only if a low-precision dtype cannot hold them.
 """
 
 UNKNOWN: Numbers = frozenset((None,))
@@ -34,7 +35,6 @@ MASK: Numbers = frozenset((0.0, 1.0))
 
 MOST_NUMBERS = 8
 """The most numbers that are kept for a value. They are part of a cache key."""
-
 
 FEW_TURNS = 4
 """How often the body of a loop is rewritten before the numbers of its carry count as unlimited."""
@@ -85,7 +85,7 @@ def _key(number: float | None) -> float | None:
 
 
 def _ends(numbers: Iterable[float | None]) -> tuple[float, float]:
-  """Returns the least and the largest number that is finite, or 0 if that is beyond all of them."""
+  """Returns the least and the largest of the finite numbers and 0."""
   known = [0.0, *(x for x in numbers if x is not None and math.isfinite(x))]
   return min(known), max(known)
 
@@ -115,7 +115,7 @@ def numbers_of_result(eqn: JaxprEqn, each: Sequence[Numbers]) -> Numbers:
 @functools.lru_cache(maxsize=1024)
 def _folded(fold: Callable[..., Any], *each: Numbers) -> Numbers:
   """Returns the results of an operation on numbers. A number that is not known counts as 1."""
-  # Any combination may meet at some position. It is computed in float32, as the operation would.
+  # Any combination of numbers may meet at some position. The operation would run in float32.
   among: set[float | None] = set().union(*(numbers & UNKNOWN for numbers in each))
   with np.errstate(all="ignore"):
     for some in itertools.product(*each):
@@ -124,7 +124,7 @@ def _folded(fold: Callable[..., Any], *each: Numbers) -> Numbers:
 
 
 def _summed(numbers: Numbers, terms: float) -> Numbers:
-  """Returns the numbers of a sum of so many terms, each of which has some numbers."""
+  """Returns the numbers of a sum of `terms` values, each of which has the given numbers."""
   return _kept([*(terms * end for end in _ends(numbers)), *_others(numbers)])
 
 
@@ -134,20 +134,21 @@ def numbers_of_carry(
   """Returns the numbers with which a carry may enter any iteration of a loop.
 
   Args:
-    start: the numbers with which it enters the first.
+    start: the numbers with which it enters the first iteration.
     state: the numbers for which the body was rewritten: at first `start`, then the last result.
     returned: the numbers with which the body returns it.
     times: the number of iterations; None if the values decide it.
     turn: how often the body has been rewritten before.
   """
-  if state == start:  # The body may replace it once, or change its sign.
+  if state == start:  # This may be no growth: the body may replace it once, or change its sign.
     return united((state, returned))
   count = UNCOUNTED if times is None else times
   (least, most), (low, high), (lower, higher) = map(_ends, (start, state, returned))
   down, up = (low - lower if lower < low else 0.0), (higher - high if higher > high else 0.0)
   reach: Numbers = frozenset()
   if (down or up) and count * max(down, up) > 2 * max(least - low, high - most):
-    # A loop is a sum: each iteration may add as much as this one. A carry that doubles has no end.
+    # Each iteration may add as much as this one. A carry that doubles exceeds these limits again,
+    # so after a few turns it counts as unlimited.
     limits = (low - count * down, high + count * up) if turn < FEW_TURNS else (-LARGEST, LARGEST)
     reach = _kept(limits)
   return united((state, returned & UNKNOWN, reach))

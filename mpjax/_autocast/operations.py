@@ -127,8 +127,8 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   if value is None:
     kind = rewriter.kind_of_integers(atom, target)
     return rewriter.write(eqn, [atom], [kind])
-  # The weak type changes even if the dtype does not: a weakly typed result would yield to other
-  # dtypes in the user's code.
+  # A cast that changes only the weak type is written too. A weakly typed result would be promoted
+  # to other dtypes in the user's code.
   if (weak_type := aval_of(var).weak_type) != aval_of(value.atom).weak_type:
     typed = Var(aval_of(value.atom).update(weak_type=weak_type))
     value = dataclasses.replace(value, atom=rewriter.write_cast(value.atom, typed, eqn), casts={})
@@ -256,7 +256,8 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   """
   facts, floats = facts_of(eqn), [v for v in values if v is not None]
   # XLA fuses a softmax with a selection in float32, and computes both again in the backward pass.
-  # With a cast in between it would save the exponentials. In a derivative, JAX would save zeros.
+  # With a cast in between it would save the exponentials. A selection in a derivative rule stays
+  # low, because JAX saves the zeros from which it selects.
   selects = facts.group == "selection" and not rewriter.settings.in_derivative
   # Only for consumers in float32, such as that subtraction. A slice for a matmul stays low.
   if facts.gradient == "placed" or selects:

@@ -1,10 +1,10 @@
-"""Find out which sums are of an array and one product, as in `x + gate * y`.
+"""Find the sums of an array and exactly one product, such as `x + gate * y`.
 
-A sum of two products may cancel, as in `a * d - b * c`, so both are computed in float32. With one
-product the sum rounds the other operand anyway. A float32 product then gains nothing, and makes the
-stream `x` float32, with twice the memory. There are two exceptions. In `a * h + b` with the carry
-`h` of a loop, the roundings of the product add up over the iterations. In `x + x ** 3`, the product
-is a function of the other operand, and a function of one rounded value has no other rounding.
+Two products may cancel, as in `a * b + c * d`, so both are computed in float32. With one product,
+the sum rounds `x` anyway. A float32 product would gain nothing, but it would make the stream `x`
+float32 and double its memory. There are two exceptions. In `a * h + b` with the carry `h` of a
+loop, the rounding errors of the product add up over the iterations. In `x + x ** 3`, both operands
+are functions of `x`, so in float32 the sum adds no rounding error to that of `x`.
 """
 
 import operator
@@ -28,14 +28,17 @@ class Origin(NamedTuple):
 
   # Whether it is the result of arithmetic other than an addition, perhaps moved.
   product: bool = False
-  # The values that it is computed from by arithmetic and moves alone, each once, in order.
+  # The values from which arithmetic and moves alone compute it, each once, in order.
   sources: tuple[Hashable, ...] = ()
 
 
 Origins: TypeAlias = tuple[Origin, ...]
 
 CARRY = "carry"
-"""The source of each carry inside a loop. Other sources are variables, or numbers of arguments."""
+"""The source of each carry inside a loop.
+
+Other sources are variables, or the numbers that `origins_inside` gives to sources of arguments.
+"""
 
 
 class Found(NamedTuple):
@@ -71,7 +74,7 @@ def of_atoms(atoms: Iterable[Atom], origins: Mapping[Atom, Origin]) -> list[Orig
 
 
 def has_one_product(operands: Sequence[Origin]) -> bool:
-  """Whether one operand of a sum is a product, and that of neither the other nor a carry."""
+  """Whether one operand is a product whose sources are neither carries nor the other's sources."""
   products = [each for each in operands if each.product]
   if len(products) != 1:
     return False
@@ -82,10 +85,10 @@ def has_one_product(operands: Sequence[Origin]) -> bool:
 def origins_inside(
   operands: Sequence[Origin], inner: Inner, settings: Settings, scope: Scope
 ) -> Origins:
-  """Returns the origins of the arguments of a jaxpr in an equation with operands of these origins.
+  """Returns the origins of the arguments of a jaxpr inside an equation, from those of its operands.
 
-  Sources are numbered in order, so that equal calls have equal origins. The result is () if no sum
-  inside depends on them, since a jaxpr is rewritten again for other origins.
+  Sources are numbered in order, so that equal calls have equal origins. A jaxpr is rewritten again
+  for other origins, so the result is () if they make no difference to the sums inside.
   """
   alone = origins_of(inner.jaxpr, (), settings, scope)
   numbers: dict[Hashable, Hashable] = {CARRY: CARRY}
@@ -124,7 +127,7 @@ def _of_operation(
     return None
   joined = _joined(operands)
   if adds_arrays(eqn):
-    # Otherwise the origin of a residual stream would grow with each layer.
+    # A new source, because the sources of a residual stream would grow with each layer.
     return Origin(sources=(CARRY,)) if CARRY in joined.sources else None
   is_sum = facts.folds is operator.add
   if facts.arithmetic and not is_sum:

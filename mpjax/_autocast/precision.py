@@ -58,7 +58,7 @@ def wants_precision(params: EqnParams) -> bool:
 
 @contextlib.contextmanager
 def refusals_explained(where: str) -> Iterator[None]:
-  """Says before the error of a device that it refuses a precision, and what to write instead."""
+  """Replaces the error of a device that refuses a precision by one that also names the remedy."""
   try:
     yield
   except (RuntimeError, ValueError) as error:
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
 
   policy: MatmulPrecision | None = None  # by the policy
   default: Any = None  # by `jax_default_matmul_precision`, as the parameter of a matmul
-  exact: bool = False  # whether others in float32 have the highest precision
+  exact: bool = False  # whether float32 matmuls without either have the highest precision
 
 
 def in_precision(
@@ -100,7 +100,8 @@ def in_precision(
   algorithm = asked.policy if primitive is dot_general_p else None
   if algorithm is not None and all(takes(algorithm, dtype) for dtype in dtypes):
     return {**params, "precision": algorithm}
-  # Operands in low precision, or in the format of a recipe, have no bits that it would save.
+  # The setting matters only for float32 operands. Low precision and formats of recipes have no more
+  # bits to keep.
   if asked.default is not None:
     is_wide = all(dtype is not None and dtype.itemsize >= 4 for dtype in dtypes[:2])
     return {**params, "precision": asked.default} if is_wide else params

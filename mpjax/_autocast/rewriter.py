@@ -138,7 +138,7 @@ class Rewriter:
     if not flags & Flag.GATED:
       return flags
     kinds = map(self.kind, self.flags.addends.get(var, ()))
-    # A parameter takes the dtype of the sum.
+    # Parameters and numbers take the dtype of the sum, so they do not make it float32.
     wide = any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
     return flags & ~Flag.GATED | (Flag.FLOAT32 if wide else Flag.PRODUCT)
 
@@ -236,7 +236,8 @@ class Rewriter:
     each = [kind.numbers for kind in map(self.kind, eqn.invars) if kind is not None]
     numbers = numbers_of_result(eqn, each) if role < Role.INPUT else UNKNOWN
     kinds[FLOAT32] = Kind(role, FLOAT32, numbers=numbers)
-    # The jaxprs of a linear solve are in float32 by a rule of mpjax. Kernels are the user's.
+    # A policy keeps the jaxprs of a linear solve in float32, so their matmuls get the precision of
+    # the scope. In kernels, which are the user's code, only JAX's setting applies.
     is_kept = facts_of(eqn).holds in AS_TRACED
     asked = scope_policy.asked if is_kept else Asked(default=self.settings.default_precision)
     params = with_each(eqn, lambda each: with_precision(each, asked) or each)

@@ -62,7 +62,7 @@ def _as_traced(x: Any, aval: ShapedArray) -> Array:
   """Returns a result as an array of its type; a literal is a number of Python or NumPy."""
   x = x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
   # A rule of mpjax may return a strong type for weakly typed operands. A result in low precision is
-  # never weak: the policy has chosen its dtype.
+  # never weak, because the policy has chosen its dtype.
   weak_type = aval.weak_type and aval.dtype not in HALVES
   if jax.typeof(x).weak_type == weak_type:
     return x
@@ -100,7 +100,8 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
 
   JAX gives all equations of a part the line of the first. An equation with effects is a group,
   since JAX orders prints by the effects of equations. So is an equation whose inner jaxprs occur
-  once. No group has two equal equations, so that layers without scopes are groups too.
+  once. A group also ends before an equation that it already has, so that equal layers without
+  scopes become equal groups.
   """
   # Equal activation functions, and equal matmuls with a rule, share one dict of parameters, since
   # their equations are cached.

@@ -122,9 +122,10 @@ def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
   policy = None if full else around
   is_mixed = around is not None and around.compute_dtype in HALVES
   low = is_mixed and not full
-  # GPUs and TPUs multiply float32 in TF32 or bfloat16 unless a precision is asked for. The policy
-  # keeps a matmul in float32 to protect it, so it asks. A float32 policy is JAX's float32.
-  named = around if is_mixed else policy  # `full_precision` keeps out what a float32 policy asks
+  # GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. A low-precision policy keeps a
+  # matmul in float32 to protect it, so it asks for the highest precision, unlike a float32 policy.
+  # Its own `precision` also applies inside `full_precision`; that of a float32 policy does not.
+  named = around if is_mixed else policy
   asked = Asked(None if named is None else named.precision, settings.default_precision, is_mixed)
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.

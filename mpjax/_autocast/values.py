@@ -31,7 +31,7 @@ class FloatValue:
   @property
   def number(self) -> float | None:
     """The number of a literal or of a broadcast literal; None for other values."""
-    # None is among the numbers of a value that is not known entirely.
+    # If a value is not known entirely, None is one of its numbers.
     number, *others = self.kind.numbers
     if others:
       return None

@@ -54,7 +54,7 @@ _MOST_DTYPES = 2
 """The most dtypes of a cell."""
 
 _COSTLY = 0.05
-"""The share of the FLOPs above which a note names the matmuls that a policy keeps in float32."""
+"""The share of FLOPs above which a note names a module for its matmuls that stay in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -484,7 +484,7 @@ def _accumulation_of(operation: Operation) -> str:
 def _notes(
   graph: Graph, record: AuditRecord, flops: Mapping[tuple[Direction, str], int]
 ) -> Iterator[str]:
-  """Yields sentences about the limits of the figures, and on a missing loss scale."""
+  """Yields sentences about a missing loss scale, costly float32, and limits of the figures."""
   # Float16 has no numbers below 2^-25, about 3e-8. The record notes whether a loss scale was used.
   if ("backward", "float16") in flops and "loss scale" not in record.uses:
     yield (
@@ -497,7 +497,7 @@ def _notes(
     asked = asked_precision(operation.eqn.params.get("precision", Precision.HIGHEST))
     if dtype == FLOAT32 and not asked:
       by_default += count
-    # The rewriter marks the matmuls that it keeps in float32 with the reason.
+    # The rewriter marks each matmul that it keeps in float32 with the reason.
     reason = operation.where.marked(NOT_IN["low"])
     if reason is None and FULL_PRECISION in operation.where.scopes:
       reason = "it is inside mpjax.full_precision"
@@ -509,7 +509,7 @@ def _notes(
       "TF32 on GPUs since Ampere, one bfloat16 pass on TPUs. The policy "
       f'"{EXACT_FLOAT32}" and precision="highest" multiply float32 as float32.'
     )
-  # Without low precision nothing is kept from it.
+  # Only a function with low precision has matmuls that a policy keeps in float32.
   is_mixed = any(is_low_precision(jnp.dtype(dtype)) for _, dtype in flops)
   for (path, reason), count in kept.items() if is_mixed else ():
     if count > _COSTLY * total:

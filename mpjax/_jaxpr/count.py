@@ -112,9 +112,10 @@ def matmul_sizes(eqn: JaxprEqn) -> tuple[int, int, int]:
 
 
 FEWEST_PRODUCTS = 8
-"""The fewest products that a low-precision matmul of an input or of a small matrix sums.
+"""The fewest products that a low-precision matmul of an input or of small matrices sums.
 
-Coordinates, angles, cameras and rotations have fewer, and Tensor Cores gain nothing there.
+Matmuls of coordinates, angles, cameras and rotations sum fewer. Rounding harms them, and Tensor
+Cores would gain nothing.
 """
 
 
@@ -124,9 +125,10 @@ def sums_few_products(eqn: JaxprEqn) -> bool:
 
 
 def is_small_matmul(eqn: JaxprEqn) -> bool:
-  """Whether a matmul sums few products and has few rows or columns, such as one of rotations.
+  """Whether a matmul sums few products and has few rows or columns, as a matmul of rotations does.
 
-  One row or column does not count: it is a weighted sum of vectors, as over experts.
+  A single row or column does not count, because the matmul is then a weighted sum of vectors, as
+  over experts.
   """
   return sums_few_products(eqn) and any(n != 1 and _is_short(n) for n in matmul_sizes(eqn)[:2])
 

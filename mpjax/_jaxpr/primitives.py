@@ -58,9 +58,9 @@ Terms: TypeAlias = Callable[[Sequence[tuple[int, ...]], EqnParams], float]
 """A function from the shapes of the operands and the parameters to a number of terms."""
 
 UNCOUNTED = 2.0**63
-"""A number of terms that the parameters do not say.
+"""The number of terms of a sum if its parameters do not give it, as in a sum over devices.
 
-No array has more elements. A sum of as many ones is finite in bfloat16, and infinite in float16.
+No array has more elements. A sum of as many ones is finite in bfloat16, but infinite in float16.
 """
 
 

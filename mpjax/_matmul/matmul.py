@@ -644,12 +644,12 @@ batching.defvectorized(first_order_p)
 mlir.register_lowering(first_order_p, lambda _, x, **__: [x])
 
 wide_dot_general_p = Primitive(dot_general_p.name)
-"""A `dot_general` into a wider dtype, in which a CPU multiplies it.
+"""A `dot_general` into a wider dtype, to which a CPU casts the operands first.
 
 XLA for CPUs gives some matmuls of bfloat16 into float32 to a library, and transposes an operand
-later. The library does not support the new layout, and the program fails when it runs. Operands in
-float32 have the same products. On other platforms it is JAX's primitive, under whose name all code
-that reads jaxprs finds it.
+later. The library does not support the new layout, so the program fails when it runs. With float32
+operands, the products are the same. Other platforms lower this primitive as JAX's own. It has the
+name of JAX's primitive, so that code that reads jaxprs finds it.
 """
 
 
@@ -683,7 +683,7 @@ def _type_of_wide(*avals: ShapedArray, **params: Any) -> AbstractValue:
 def _batch_wide(
   operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Array, int]:
-  # JAX's own rule decides the axes. Its matmul becomes this one again.
+  # JAX's own rule decides the axes. Its matmul is then replaced by this primitive again.
   mapped = jax.vmap(functools.partial(_dot_general, **params), in_axes=tuple(dims))
   program = jax.make_jaxpr(mapped)(*operands)
   eqns = [

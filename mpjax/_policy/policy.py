@@ -36,7 +36,7 @@ _PRESETS = {
 """Presets by name, as `str` writes policies. Mixed ones output float32, as the loss needs it."""
 
 EXACT_FLOAT32 = "float32_highest"
-"""The preset of modules that need float32. GPUs and TPUs multiply "float32" in fewer bits."""
+"""The preset for modules that need float32: GPUs and TPUs multiply "float32" in fewer bits."""
 
 _MIXED = {name: f"mixed_{name}" for name in HALF_NAMES}
 """What the name of a 16-bit dtype stands for if it is not a preset, such as "bf16"."""
@@ -128,8 +128,8 @@ class Policy:
 
     Args:
       policy: a preset or dtypes by key. Presets with one dtype for all are "float32", "float64",
-        "bfloat16" and "float16". "float32_highest" is "float32" with precision="highest", since
-        GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. Presets with float32
+        "bfloat16" and "float16". "float32_highest" is "float32" with precision="highest", for
+        GPUs and TPUs, which multiply float32 in TF32 or bfloat16 by default. Presets with float32
         parameters and output are "mixed_bfloat16", "mixed_float16" ("bf16", "fp16" and "half" are
         short for them). "mixed_float8", "mixed_mxfp8", "mixed_nvfp4" and "mixed_int8" are
         "mixed_bfloat16" with matmuls in a format. Dtypes by key are "params=f32,compute=float16" or
