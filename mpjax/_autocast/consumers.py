@@ -8,7 +8,7 @@ A flag can only widen an operation.
 """
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -19,8 +19,10 @@ from mpjax._autocast.origins import (
   Origin,
   Origins,
   adds_arrays,
+  deciding,
   has_one_product,
   is_array,
+  is_rounded,
   of_atoms,
   origins_inside,
   origins_of,
@@ -63,6 +65,7 @@ class Flags(NamedTuple):
 
   of: Mapping[Atom, int]  # the flags of each variable
   addends: Mapping[Atom, tuple[Atom, ...]]  # the arrays to which values with `GATED` are added
+  sums: Mapping[Atom, tuple[Atom, ...]]  # the operands that decide the dtype of each sum of arrays
 
 
 @cached_per_jaxpr
@@ -76,6 +79,9 @@ def flags_of(
   flags, addends = dict[Atom, int](), dict[Atom, tuple[Atom, ...]]()
   scope_policies = ScopePolicies(settings, scope)
   origins = origins_of(jaxpr, ins, settings, scope).of
+  sums = dict[Atom, tuple[Atom, ...]](
+    (eqn.outvars[0], deciding(eqn, origins)) for eqn in jaxpr.eqns if adds_arrays(eqn)
+  )
 
   def note(atoms: Sequence[Atom], each: Iterable[int], added: Sequence[Iterable[Atom]]) -> None:
     # Flags are only added, so another consumer never lowers a precision.
@@ -95,12 +101,14 @@ def flags_of(
       note(eqn.invars, *_of_call(eqn, results, behind, operands, scope_policies))
       continue
     each, added = _of_operation(eqn, results, scope_policies), [behind] * len(eqn.invars)
-    # In `x + gate * y` the sum rounds `x`, unless it is float32.
-    if each & Flag.SUM and adds_arrays(eqn) and has_one_product(operands):
+    # In `x + gate * y` the sum rounds `x`, unless it is float32. An array may be a literal with
+    # `jax_use_simplified_jaxpr_constants`; then the sum widens its operands.
+    has_literal = any(isinstance(atom, Literal) for atom in eqn.invars)
+    if each & Flag.SUM and adds_arrays(eqn) and has_one_product(operands) and not has_literal:
       each = each & ~Flag.SUM | Flag.GATED
-      added = [(*behind, *others) for others in (eqn.invars[1:], eqn.invars[:1])]
+      added = [eqn.invars[1:], eqn.invars[:1]]
     note(eqn.invars, [each] * len(eqn.invars), added)
-  return Flags(flags, addends), scope_policies
+  return Flags(flags, addends, sums), scope_policies
 
 
 def flags_of_result(dtype: DType | None, *, output: bool) -> int:
@@ -207,12 +215,44 @@ def _of_call(
     if inner.carry:
       results = flags_of_loop(inner, results, ins, *inside)
     flags, _ = flags_of(inner.jaxpr, results, ins, *inside)
-    outside = dict(zip(inner.jaxpr.invars, inner.operands or (), strict=True))
+    outside = dict[Atom, int](zip(inner.jaxpr.invars, inner.operands or (), strict=True))
+    # Constants inside have no kind here.
+    origins = {
+      **origins_of(inner.jaxpr, ins, *inside).of,
+      **dict.fromkeys(inner.jaxpr.constvars, Origin()),
+    }
     for var, i in outside.items():
       each[i] |= flags.of.get(var, 0)
-      arrays = (x for x in flags.addends.get(var, ()) if x in outside)
+      arrays, others = terms_of(flags.addends.get(var, ()), outside, flags.sums, origins)
       added[i] = (*added[i], *(eqn.invars[outside[x]] for x in arrays))
+      each[i] |= Flag.FLOAT32 if others else 0
   return each, added
+
+
+def terms_of(
+  arrays: Iterable[Atom],
+  known: Container[Atom],
+  sums: Mapping[Atom, tuple[Atom, ...]],
+  origins: Mapping[Atom, Origin],
+) -> tuple[list[Atom], bool]:
+  """Returns the known variables that arrays are or add, and whether others may be float32.
+
+  An array may be written after the product that is added to it. A sum is then as wide as the
+  operands that decide its dtype. Results of matmuls, ends of layers and casts are rounded. Any
+  other array counts as float32, since the order of operations must not lower a precision.
+  """
+  found, others, todo = list[Atom](), False, list(arrays)
+  while todo:
+    atom = todo.pop()
+    if isinstance(atom, Literal):
+      others = True
+    elif atom in known:
+      found.append(atom)
+    elif atom in sums:
+      todo += sums[atom]
+    else:
+      others = others or not is_rounded(atom, origins)
+  return found, others
 
 
 def flags_of_loop(

@@ -73,6 +73,11 @@ def of_atoms(atoms: Iterable[Atom], origins: Mapping[Atom, Origin]) -> list[Orig
   return [Origin() if isinstance(atom, Literal) else origins[atom] for atom in atoms]
 
 
+def is_rounded(atom: Atom, origins: Mapping[Atom, Origin]) -> bool:
+  """Whether a variable is the result of an operation that rounds, unless it is an argument."""
+  return origins[atom] == Origin(sources=(atom,))
+
+
 def has_one_product(operands: Sequence[Origin]) -> bool:
   """Whether one operand is a product whose sources are neither carries nor the other's sources."""
   products = [each for each in operands if each.product]
@@ -80,6 +85,15 @@ def has_one_product(operands: Sequence[Origin]) -> bool:
     return False
   others = {source for each in operands if not each.product for source in each.sources}
   return (others | {CARRY}).isdisjoint(products[0].sources)
+
+
+def deciding(eqn: JaxprEqn, origins: Mapping[Atom, Origin]) -> tuple[Atom, ...]:
+  """Returns the operands of a sum that decide its dtype; a single product takes that dtype."""
+  operands = of_atoms(eqn.invars, origins)
+  if not has_one_product(operands):
+    return tuple(eqn.invars)
+  pairs = zip(eqn.invars, operands, strict=True)
+  return tuple(atom for atom, origin in pairs if not origin.product)
 
 
 def origins_inside(

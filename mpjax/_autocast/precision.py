@@ -4,7 +4,7 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -57,7 +57,7 @@ def wants_precision(params: EqnParams) -> bool:
 
 
 @contextlib.contextmanager
-def refusals_explained(where: str) -> Iterator[None]:
+def refusals_explained(where: str) -> Generator[None]:
   """Replaces the error of a device that refuses a precision by one that also names the remedy."""
   try:
     yield

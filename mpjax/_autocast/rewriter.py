@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from mpjax._autocast.consumers import Flag, flags_of
+from mpjax._autocast.consumers import Flag, flags_of, terms_of
 from mpjax._autocast.kinds import (
   FLOATS,
   Kind,
@@ -137,9 +137,11 @@ class Rewriter:
     flags = self.flags.of.get(var, 0)
     if not flags & Flag.GATED:
       return flags
-    kinds = map(self.kind, self.flags.addends.get(var, ()))
+    arrays = self.flags.addends.get(var, ())
+    written, others = terms_of(arrays, self.values, self.flags.sums, self.origins)
+    kinds = map(self.kind, written)
     # Parameters and numbers take the dtype of the sum, so they do not make it float32.
-    wide = any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
+    wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
     return flags & ~Flag.GATED | (Flag.FLOAT32 if wide else Flag.PRODUCT)
 
   def flags_of_results(self, eqn: JaxprEqn) -> int:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
 import mpjax
@@ -63,6 +64,71 @@ def test_a_product_that_is_added_to_a_float32_array_is_not_rounded():
   inlined = jax.make_jaxpr(mpjax.autocast(jax.jit(fun, inline=False), data_argnums=1))(W, X)
   (product,) = find(inlined, "mul")
   assert str(product.outvars[0].aval.dtype) == "float32"
+
+
+ORDERS = {
+  # name: a function of a product, an activation and an input, and the dtype of the product
+  "input before": (lambda product, h, x: jnp.sin(x) + product(), "float32"),
+  "input after": (lambda product, h, x: product() + jnp.sin(x), "float32"),
+  "sum of inputs after": (lambda product, h, x: product() + (x + x.T), "float32"),
+  "inputs inside of a call": (
+    lambda p, h, x: jax.jit(lambda y, x: y + jnp.sin(x))(p(), x),
+    "float32",
+  ),
+  "constant inside of a call": (lambda p, h, x: jax.jit(lambda y: y + INPUT)(p()), "float32"),
+  "matmul after": (lambda product, h, x: product() + h @ h, "bfloat16"),
+  "sum of matmuls after": (lambda product, h, x: product() + (h @ h + h), "bfloat16"),
+  "matmul inside of a call": (lambda p, h, x: jax.jit(lambda y, h: y + h @ h)(p(), h), "bfloat16"),
+}
+INPUT = jnp.arange(64.0).reshape(8, 8)
+
+
+@pytest.mark.parametrize(("fun", "dtype"), ORDERS.values(), ids=ORDERS)
+def test_the_order_of_operations_does_not_decide_the_dtype_of_a_product(fun, dtype):
+  class Model(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(W)
+
+    def __call__(self, x):
+      h = x @ self.w[...]
+      return fun(lambda: 0.37 * h, h, x) @ self.w[...]
+
+  model = mpjax.with_policy(Model(), "mixed_bfloat16")
+  (product,) = find(jax.make_jaxpr(model)(X), "mul")
+  assert str(product.outvars[0].aval.dtype) == dtype
+
+
+TABLE = jnp.ones((3, 1, 8))
+SHARED = {
+  "gate": lambda g, i: jax.nn.sigmoid(g),
+  "gate of each block": lambda g, i: g + TABLE[i],
+  "scale": lambda g, i: 1 + g,
+}
+
+
+@pytest.mark.parametrize("of_block", SHARED.values(), ids=SHARED)
+def test_a_gate_that_several_blocks_share_leaves_the_stream_in_low_precision(of_block):
+  def fun(w, x):
+    h, g = x @ w, x @ w + w[:1]
+    for i in range(3):
+      h = h + of_block(g, i) * jnp.tanh(h @ w)
+    return h @ w
+
+  program = jax.make_jaxpr(mpjax.autocast(fun))(W, X)
+  sums = [e for e in find(program, "add") if all(v.aval.ndim == 2 for v in e.invars)]
+  assert {str(eqn.outvars[0].aval.dtype) for eqn in sums} == {"bfloat16"}
+
+
+def test_a_product_that_is_added_at_the_end_does_not_widen_the_stream_before():
+  def fun(w, x, t):
+    late, h = 2.0 * t, x @ w
+    for _ in range(3):
+      h = h + jnp.tanh(h @ w) * (h @ w.T)
+    return (h + late) @ w
+
+  program = jax.make_jaxpr(mpjax.autocast(fun, data_argnums=2))(W, X, INPUT)
+  dtypes = [str(eqn.outvars[0].aval.dtype) for eqn in find(program, "add")]
+  assert dtypes == ["bfloat16"] * 3 + ["float32"]
 
 
 @pytest.mark.parametrize("inside", [jax.jit, jax.checkpoint])

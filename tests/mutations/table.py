@@ -633,8 +633,8 @@ mpjax/_autocast/consumers.py::_of_operation
 ::test_flags_of_the_operand_of
 
 76 flags pass through a matmul: its consumers decide the dtype of what it is computed from
-- return 0
-+ return behind
+- return Flag.FLOAT32 if is_small_matmul(eqn) else 0
++ return Flag.FLOAT32 if is_small_matmul(eqn) else behind
 ::test_flags_behind
 
 77 flags pass through a cast to low precision of the user's
@@ -855,7 +855,7 @@ mpjax/_autocast/custom_rules.py::_Custom._forward
 mpjax/_autocast/activations.py::_by_the_rules
 
 111 consumers outside of an activation function do not count in it
-- inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {})
+- inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {})
 ::test_consumers_outside_of_an_activation_function_change_no_bit_of_it
 
 mpjax/_debug/risks.py::risks_of
@@ -1025,6 +1025,20 @@ mpjax/_autocast/run.py::_groups
 - key in keys
 + False
 ::test_layers_alike_are_differentiated_once
+
+mpjax/_autocast/consumers.py::terms_of
+
+135 a product that is written before an input that is added to it is rounded
+- others = others or not is_rounded(atom, origins)
++ pass
+tests/autocast/test_origins.py::test_the_order_of_operations_does_not_decide_the_dtype_of_a_product
+
+mpjax/_autocast/origins.py::deciding
+
+136 a gate that two blocks share makes the stream float32
+- tuple(atom for atom, origin in pairs if not origin.product)
++ tuple(atom for atom, origin in pairs)
+tests/autocast/test_origins.py::test_a_gate_that_several_blocks_share_leaves_the_stream_in_low_precision
 """
 
 MUTATIONS = parsed(TABLE)
