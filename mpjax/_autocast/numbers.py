@@ -142,7 +142,7 @@ def numbers_of_carry(
   """
   if state == start:  # This may be no growth: the body may replace it once, or change its sign.
     return united((state, returned))
-  count = UNCOUNTED if times is None else times
+  count = UNCOUNTED if times is None or is_symbolic_dim(times) else times
   (least, most), (low, high), (lower, higher) = map(_ends, (start, state, returned))
   down, up = (low - lower if lower < low else 0.0), (higher - high if higher > high else 0.0)
   reach: Numbers = frozenset()

@@ -264,6 +264,11 @@ def test_a_sum_over_a_symbolic_size_may_be_large():
   assert runs_in(fun, "float16", ones(*jax.export.symbolic_shape("n"))) == "float32"
 
 
+def test_the_carry_of_a_loop_over_a_symbolic_size_may_be_large():
+  fun = lambda h, w, m: h / lax.scan(lambda count, _: (count + 1, None), 0.0, m)[0]  # noqa: E731
+  assert runs_in(fun, "float16", ones(*jax.export.symbolic_shape("n"))) == "float32"
+
+
 def test_a_mean_of_a_mask_and_a_sum_of_parameters_decide_nothing():
   def fun(h, w, mask):
     return h * (mask.astype("float32").mean() + jnp.broadcast_to(w[0, 0], mask.shape).sum())
