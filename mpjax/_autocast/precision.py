@@ -97,16 +97,19 @@ def in_precision(
   # JAX takes one precision for each operand, or one algorithm, which supports few dtypes.
   if isinstance(asked.policy, Precision):
     return {**params, "precision": (asked.policy, asked.policy)}
-  algorithm = asked.policy if primitive is dot_general_p else None
+  is_float32 = all(dtype == FLOAT32 for dtype in dtypes[:2])
+  # An algorithm of a low-precision policy is not for the matmuls that it keeps in float32.
+  of_policy = primitive is dot_general_p and not (asked.exact and is_float32)
+  algorithm = asked.policy if of_policy else None
   if algorithm is not None and all(takes(algorithm, dtype) for dtype in dtypes):
     return {**params, "precision": algorithm}
   # The setting matters only for float32 operands. Low precision and formats of recipes have no more
   # bits to keep.
   if asked.default is not None:
-    is_wide = all(dtype is not None and dtype.itemsize >= 4 for dtype in dtypes[:2])
-    return {**params, "precision": asked.default} if is_wide else params
-  is_float32 = asked.exact and all(dtype == FLOAT32 for dtype in dtypes[:2])
-  return {**params, "precision": (Precision.HIGHEST,) * 2} if is_float32 else params
+    can_round = all(dtype is not None and dtype.itemsize >= 4 for dtype in dtypes[:2])
+    return {**params, "precision": asked.default} if can_round else params
+  is_kept = asked.exact and is_float32
+  return {**params, "precision": (Precision.HIGHEST,) * 2} if is_kept else params
 
 
 @cached_per_jaxpr

@@ -221,6 +221,14 @@ def test_a_precision_that_code_or_policy_names_is_kept():
     assert matmuls(cast, X, X) == [("float32", default)]
 
 
+def test_an_algorithm_of_a_low_precision_policy_is_not_for_the_matmuls_that_it_keeps():
+  policy = mpjax.Policy(compute_dtype="bfloat16", precision="BF16_BF16_F32")
+  cast = mpjax.autocast(lambda w, x: (x @ x) @ w, policy, data_argnums=1)
+  (kept, *_), (low, algorithm) = (each for each in matmuls(cast, X, X))
+  assert (kept, low, algorithm.name) == ("float32", "bfloat16", "BF16_BF16_F32")
+  assert matmuls(cast, X, X)[0][1] == (HIGHEST, HIGHEST)
+
+
 def test_a_float32_policy_or_rule_is_the_float32_of_jax():
   def fun(w, x):
     with jax.named_scope("head"):
