@@ -70,7 +70,8 @@ class Policy:
       on one device or on many. None takes the dtype of the layer's matmuls.
     precision: the precision of matmuls and convolutions for which the model sets none: "default",
       "high", "highest" (float32 as float32), a `jax.lax.DotAlgorithmPreset` or its name. None
-      follows `jax_default_matmul_precision`.
+      follows `jax_default_matmul_precision`. If that is unset, a low-precision policy asks for
+      "highest" in the matmuls that it keeps in float32.
     matmul: a format for matmuls of parameters: a `mpjax.Float8`, `mpjax.MXFP8`, `mpjax.NVFP4` or
       `mpjax.Int8`, or its text, such as "float8:row". For another recipe see docs/float8.md.
 
