@@ -123,12 +123,12 @@ class GraphNetwork(nnx.Module):
 class Bert(nnx.Module):
   """Two layers that normalise after adding, a padding mask, and a tied head for masked tokens."""
 
-  def __init__(self, rngs, width=8):
+  def __init__(self, rngs, width=16):
     def linear(into, out):
       return nnx.Linear(into, out, rngs=rngs)
 
     self.tokens, self.positions, self.segments = (
-      nnx.Embed(size, width, rngs=rngs) for size in (17, 6, 2)
+      nnx.Embed(size, width, rngs=rngs) for size in (17, 8, 2)
     )
     self.attention = nnx.List(
       [nnx.MultiHeadAttention(2, width, decode=False, rngs=rngs) for _ in range(2)]
@@ -251,6 +251,7 @@ def against_each_other(model: Any, noise: Any, images: Any) -> Any:
 
 
 _TOKENS = integers(3, 6, below=17)
+_LONGER = integers(3, 8, below=17)
 
 MODELS: dict[str, Model] = {
   "vit": Model(Vit, (normal(3, 8, 8, 3),)),
@@ -260,7 +261,7 @@ MODELS: dict[str, Model] = {
     GraphNetwork,
     (normal(7, 5), normal(12, 2), integers(12, below=7), integers(12, below=7, seed=1)),
   ),
-  "bert": Model(Bert, (_TOKENS, _TOKENS % 2, np.arange(6)[None] < np.array([[6], [4], [5]]))),
+  "bert": Model(Bert, (_LONGER, _LONGER % 2, np.arange(8)[None] < np.array([[8], [5], [6]]))),
   "lstm_language_model": Model(LstmLanguageModel, (integers(3, 6, below=13),)),
   "mamba": Model(Mamba, (normal(3, 6, 4),)),
   "speech": Model(Speech, (normal(2, 8, 8), np.array([8, 6], np.int32))),
