@@ -47,10 +47,12 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
   if all(kind.role in (Role.NUMBER, Role.INPUT) for kind in kinds):
     return rewriter.write_as_traced(rewriter.explained(eqn, "low", OF_INPUTS))
   # A rounded coordinate loses detail, and a rounded rotation is no longer orthogonal.
-  of_inputs = any(kind.role == Role.INPUT for kind in kinds)
-  few = is_small_matmul(eqn) or (of_inputs and sums_few_products(eqn))
-  if few and not _has_own_precision(eqn, rewriter.scope_policy(eqn)):
-    return _in_float32(rewriter, eqn, values, low)
+  few_of = "a small matrix" if is_small_matmul(eqn) else None
+  if any(kind.role == Role.INPUT for kind in kinds) and sums_few_products(eqn):
+    few_of = "an input"
+  if few_of is not None and not _has_own_precision(eqn, rewriter.scope_policy(eqn)):
+    reason = f"it sums fewer than {FEWEST_PRODUCTS} products of {few_of}"
+    return _in_float32(rewriter, rewriter.explained(eqn, "low", reason), values, low)
   return _in_low_precision(rewriter, eqn, values, low)
 
 
@@ -68,8 +70,6 @@ def _role_in_float32(values: Operands) -> Role:
 
 def _in_float32(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> None:
   """Writes in float32 a matmul that sums few products. Its result is an activation."""
-  of = "a small matrix" if is_small_matmul(eqn) else "an input"
-  eqn = rewriter.explained(eqn, "low", f"it sums fewer than {FEWEST_PRODUCTS} products of {of}")
   operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
   result = Kind(_role_in_float32(values), FLOAT32)
   rewriter.write_rounding(eqn, operands, [result], low, retype(eqn, FLOAT32))
