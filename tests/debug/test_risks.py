@@ -478,10 +478,14 @@ def test_an_ordinary_network_has_none(name, dtype):
   assert mpjax.audit(jax.value_and_grad(loss))(params, *inputs).risks == ()
 
 
+# It cuts its input into patches by a convolution with a constant kernel, in float32 as all inputs.
+EXPECTED = {"linen/conv_local": ["float32 matmul"]}
+
+
 @pytest.mark.accuracy
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("function/shard")])
-def test_no_model_of_the_catalogue_has_one(name):
+def test_no_model_of_the_catalogue_has_one_that_is_not_expected(name):
   model = MODELS[name]
   for way in {"with_policy", "autocast"} & {*model.ways}:
     found = mpjax.audit(model.call(way, "mixed_float16"))(*model.arguments())
-    assert found.risks == ()
+    assert [risk.kind for risk in found.risks] == EXPECTED.get(name, [])
