@@ -44,6 +44,7 @@ if TYPE_CHECKING:
   from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.monitor import monitor
   from mpjax._optim.monitor_activations import monitor_activations
+  from mpjax._optim.scaled import scaled
   from mpjax._optim.state_dtype import state_dtype
   from mpjax._optim.train_state import TrainState
   from mpjax._optim.train_step import make_train_step
@@ -58,7 +59,7 @@ __all__ = ["OpLists", "Policy", "Rule"]
 __all__ += ["MXFP8", "NVFP4", "Float8", "Int8"]
 __all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
 __all__ += ["DynamicLossScale", "NoLossScale", "SkipNonfinite", "StaticLossScale", "loss_scaling"]
-__all__ += ["apply_updates", "inner_grad", "unscale", "value_and_grad"]
+__all__ += ["apply_updates", "inner_grad", "scaled", "unscale", "value_and_grad"]
 __all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
 __all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
 __all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
@@ -92,6 +93,7 @@ _ON_FIRST_USE = {
   "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
   "_optim.monitor": "monitor",
   "_optim.monitor_activations": "monitor_activations",
+  "_optim.scaled": "scaled",
   "_optim.state_dtype": "state_dtype",
   "_optim.train_state": "TrainState",
   "_optim.train_step": "make_train_step",

@@ -47,6 +47,7 @@ def registered() -> tuple[set[str], set[str]]:
     except ImportError:  # It needs a package that is not installed.
       continue
   importlib.import_module("mpjax._autocast.autocast")
+  importlib.import_module("mpjax._optim.scaled")
   before = alive()
   importlib.import_module("jax.experimental.pallas")
   return before, alive()

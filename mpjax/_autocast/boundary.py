@@ -134,7 +134,7 @@ class Contents:
   def _now(self, x: Any) -> Content:
     # Other pytrees may flatten into new containers each time, so they are compared by leaves.
     content = content_of(x, lambda y: id(y) in self._ids)
-    return content or Content(_tracers_in(x), None, list)
+    return content or Content(tracers_in(x), None, list)
 
   def changed(self) -> Iterator[tuple[int, Content]]:
     """Yields the position and the new content of each list and dict that has changed."""
@@ -191,7 +191,7 @@ class Inside(NamedTuple):
 def check_returned(leaves: Iterable[Leaf]) -> None:
   """Raises NotTraceable if a leaf is not an array and hides a tracer."""
   for x in leaves:
-    if not isinstance(x, (jax.Array, InDtype)) and _tracers_in(x):
+    if not isinstance(x, (jax.Array, InDtype)) and tracers_in(x):
       # Its arrays could not leave the trace, nor could they be cast.
       text = f"returns a {type(x).__name__} that holds arrays and is not a pytree"
       raise NotTraceable(text)
@@ -203,7 +203,7 @@ _NO_PARTS = frozenset((bool, bytes, complex, float, int, str, type(None)))
 _NOT_SEARCHED = (type, types.ModuleType, types.TracebackType, jax.Array, np.ndarray)
 
 
-def _tracers_in(x: object) -> list[object]:
+def tracers_in(x: object) -> list[object]:
   """Returns the tracers in an object that is not a pytree, and iterators, which run later."""
   pending = [x]
   # Both are by id. `met` keeps the objects alive, so that no id is reused.

@@ -52,8 +52,8 @@ class Flag:
   SUM = 2
   # A consumer is a multiplication, or a result of any dtype. It widens nothing.
   PRODUCT = 4
-  # A consumer is a float32 result of the policy, perhaps after moves and the addition of a bias.
-  # It widens every operation, and a matmul returns its float32 sum.
+  # A consumer is a float32 result of the policy, perhaps after moves, a loss scale and the addition
+  # of a bias. It widens every operation, and a matmul returns its float32 sum.
   OUTPUT = 8
   # A consumer is the sum of an array and a product, perhaps after arithmetic and moves. It widens
   # like `FLOAT32` if the array is float32, and otherwise widens nothing.
@@ -140,7 +140,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
     case "half" | "promote" | "keep":
       return _through_arithmetic(eqn, behind)
     case _:  # the float32 list, and operations in their traced dtypes
-      return Flag.FLOAT32
+      return Flag.FLOAT32 | (behind & Flag.OUTPUT if facts_of(eqn).scales else 0)
 
 
 def runs_as_written(eqn: JaxprEqn, scope_policy: ScopePolicy) -> bool:

@@ -130,6 +130,7 @@ class Row(NamedTuple):
   # nor is exact, the error counts as relative, as after an activation function.
   group: Group | None = None
   reduces_by: str = ""  # for a collective: the reduction over an array, whose group it has
+  scales: bool = False  # multiplies by one number, or divides by it, without rounding
   divides: bool = False  # divides by its last operand, or by a power of it
   draws: bool = False  # the results are random numbers, unless an operand is floating
   # The way in which the derivative needs precision. It is a sum over elements of the result if the
@@ -296,6 +297,11 @@ FAMILIES: tuple[Family, ...] = (
   ),
   Family(
     "float32",
+    "Gradients divided by a loss scale underflow float16, and those multiplied by it overflow.",
+    Row("scale_value", elementwise=True, scales=True, group="product"),
+  ),
+  Family(
+    "float32",
     "It sums the gradients of all uses of a value.",
     Row("add_any", elementwise=True, group="addition", terms=lambda shapes, _: len(shapes)),
   ),
@@ -433,6 +439,11 @@ FAMILIES: tuple[Family, ...] = (
     "They say where values are stored.",
     Row("layout_constraint relayout with_memory_space_constraint", group="move"),
     Row("first_order reshard sharding_constraint", **_MOVES),
+  ),
+  Family(
+    "keep",
+    "It scales gradients, and returns its operand.",
+    Row("scale_cotangent", **_MOVES),
   ),
   Family(
     "keep",

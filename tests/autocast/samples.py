@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
 from mpjax._matmul.matmul import first_order_p
+from mpjax._optim.scaled import scale_cotangent_p, scale_value_p
 
 
 class Sample(NamedTuple):
@@ -115,6 +116,8 @@ def _named(names: str, *offsets: float, smooth: Any = None) -> dict[str, Sample]
   return {name: _elementwise(getattr(lax, name), *offsets, smooth=smooth) for name in names.split()}
 
 
+_BITS_OF_2 = np.float32(2).view(np.int32)
+
 FLOAT32: dict[str, Sample] = {
   **_named("acos asin atanh bessel_i0e bessel_i1e cos cosh erf_inv exp exp2 expm1 log log1p"),
   **_named("rsqrt sin sinh tan"),
@@ -142,6 +145,7 @@ FLOAT32: dict[str, Sample] = {
     lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "SAME")
   ),
   "regularized_incomplete_beta": _elementwise(lax.betainc, 1.0, 1.0, 0.0, smooth=(2,)),
+  "scale_value": _elementwise(lambda x: scale_value_p.bind(x, _BITS_OF_2, divide=False)),
   "scatter-add": _scatter("scatter_add"),
   "scatter-mul": _scatter("scatter_mul"),
   "scatter-sub": _scatter("scatter_sub"),
@@ -257,6 +261,7 @@ KEEP: dict[str, Sample] = {
   ),
   "reshape": _elementwise(lambda x: lax.reshape(x, (2, 6))),
   "rev": _elementwise(lambda x: lax.rev(x, (0,))),
+  "scale_cotangent": _elementwise(lambda x: scale_cotangent_p.bind(x, _BITS_OF_2, divide=False)),
   "scatter": _scatter("scatter"),
   "scatter-max": _scatter("scatter_max"),
   "scatter-min": _scatter("scatter_min"),

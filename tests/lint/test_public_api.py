@@ -23,8 +23,8 @@ PUBLIC = {
     *("convert", "find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped"),
     "loss_scaling",
     *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
-    *("monitor_activations", "policy_scope", "ranges", "sample_activations", "state_dtype"),
-    *("step_applied", "tune", "unscale", "value_and_grad", "with_policy"),
+    *("monitor_activations", "policy_scope", "ranges", "sample_activations", "scaled"),
+    *("state_dtype", "step_applied", "tune", "unscale", "value_and_grad", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
   "mpjax.errors": [
