@@ -38,7 +38,7 @@ def train_and_restore(folder: pathlib.Path) -> None:
       logits = mpjax.with_policy(model, "mixed_float16")(x)
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)
+    loss, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model)
     optimizer.update(model, grads)
     return loss
 

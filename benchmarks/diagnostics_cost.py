@@ -165,7 +165,7 @@ def nnx_programs(layers: int, width: int, policy: str) -> dict[str, Program]:
       return cross_entropy(model(batch[:, :-1]), batch)
 
     def train(model, optimizer, batch):
-      loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model, batch)
+      loss, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model, batch)
       optimizer.update(model, grads)
       return loss
 

@@ -112,7 +112,7 @@ def prepare(policy, loss_scale, steps=STEPS, network=NETWORK, devices=1, accumul
   @jax.jit
   def step(state, images, labels):
     params, batch_stats, opt_state = state
-    grad_fn = mpjax.value_and_grad(loss_fn, opt_state, has_aux=True)  # 3
+    grad_fn = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state), has_aux=True)  # 3
     (loss, new_stats), grads = grad_fn(params, batch_stats, images, labels)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)

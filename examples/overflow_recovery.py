@@ -65,7 +65,7 @@ def train(apply, tx, steps):
   @jax.jit
   def step(state, images, labels, weight):
     params, batch_stats, opt_state = state
-    grad_fn = mpjax.value_and_grad(loss_fn, opt_state, has_aux=True)
+    grad_fn = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state), has_aux=True)
     (loss, new_stats), grads = grad_fn(params, batch_stats, images, labels, weight)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)

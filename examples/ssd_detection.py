@@ -253,7 +253,7 @@ def train(network, params, growth_interval, policy, steps, on_step):
     def loss_fn(params):
       return detection_loss(*model.apply({"params": params}, scenes.images), scenes)
 
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)  # 3
+    loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)  # 3
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 

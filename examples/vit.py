@@ -103,7 +103,7 @@ def prepare(policy, steps, *, seed=0, **sizes):
       logits = mpjax.with_policy(model, policy)(images)  # 2
       return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)  # 3
+    loss, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model)  # 3
     optimizer.update(model, grads)
     return loss
 

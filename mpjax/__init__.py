@@ -32,7 +32,6 @@ if TYPE_CHECKING:
   from mpjax._optim.apply_updates import apply_updates
   from mpjax._optim.check_loss_scaling import check_loss_scaling
   from mpjax._optim.check_skipped_steps import check_skipped_steps
-  from mpjax._optim.inner_grad import inner_grad
   from mpjax._optim.loss_scale import (
     DynamicLossScale,
     NoLossScale,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
   from mpjax._optim.state_dtype import state_dtype
   from mpjax._optim.train_state import TrainState
   from mpjax._optim.train_step import make_train_step
-  from mpjax._optim.value_and_grad import unscale, value_and_grad
   from mpjax._with_policy import with_policy
   from mpjax.linen import policy_scope
 
@@ -59,7 +57,7 @@ __all__ = ["OpLists", "Policy", "Rule"]
 __all__ += ["MXFP8", "NVFP4", "Float8", "Int8"]
 __all__ += ["autocast", "full_precision", "low_precision", "policy_scope", "with_policy"]
 __all__ += ["DynamicLossScale", "NoLossScale", "SkipNonfinite", "StaticLossScale", "loss_scaling"]
-__all__ += ["apply_updates", "inner_grad", "scaled", "unscale", "value_and_grad"]
+__all__ += ["apply_updates", "scaled"]
 __all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
 __all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
 __all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
@@ -86,7 +84,6 @@ _ON_FIRST_USE = {
   "_optim.apply_updates": "apply_updates",
   "_optim.check_loss_scaling": "check_loss_scaling",
   "_optim.check_skipped_steps": "check_skipped_steps",
-  "_optim.inner_grad": "inner_grad",
   "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
   "_optim.loss_scaling": "loss_scaling",
   "_optim.master_weights": "master_weights",
@@ -97,7 +94,6 @@ _ON_FIRST_USE = {
   "_optim.state_dtype": "state_dtype",
   "_optim.train_state": "TrainState",
   "_optim.train_step": "make_train_step",
-  "_optim.value_and_grad": "unscale value_and_grad",
   "_with_policy": "with_policy",
 }
 """The modules that are imported when one of their names is first used. The type checkers' imports

@@ -64,7 +64,7 @@ def train_linen(batch: Batch) -> float:
   def loss_fn(params: Params) -> jax.Array:
     return mean_squares(logits(model, params, batch[0]), batch[1])
 
-  loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
+  loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)
   updates, opt_state = tx.update(grads, opt_state, params)
   params = mpjax.apply_updates(params, updates)
   metrics = mpjax.loss_scaling_metrics(opt_state)
@@ -103,7 +103,7 @@ def train_nnx(batch: Batch) -> Net:
   def loss_fn(model: Net) -> jax.Array:
     return mean_squares(model(batch[0]), batch[1])
 
-  loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)
+  loss, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model)
   optimizer.update(model, grads)  # pyright: ignore[reportUnknownMemberType]
   assert loss > 0
   return model

@@ -54,7 +54,7 @@ def test_an_unknown_name_has_an_error_with_the_nearest_ones():
     ("LossScalingState", "states.LossScalingState"),
     ("AuditReport", "reports.AuditReport"),
     ("master_params", "states.master_params"),
-    ("grad", ".*value_and_grad"),
+    ("scale", ".*scaled"),
   ):
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; the nearest are {nearest}"):
       getattr(mpjax, name)

@@ -64,7 +64,7 @@ def measure() -> dict[str, Any]:
   @jax.jit
   def step(params, opt_state, images, labels):
     opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, images, labels)
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, images, labels)
+    loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params, images, labels)
     updates, opt_state = tx.update(grads, opt_state, params)
     return mpjax.apply_updates(params, updates, opt_state), opt_state, loss
 

@@ -489,7 +489,7 @@ def _notes(
   if ("backward", "float16") in flops and "loss scale" not in record.uses:
     yield (
       "Float16 gradients without a loss scale: those below 3e-8 become 0. Wrap the optimizer in "
-      "mpjax.loss_scaling, and differentiate with mpjax.value_and_grad."
+      "mpjax.loss_scaling, and differentiate mpjax.scaled(loss_fn, opt_state)."
     )
   total, by_default = sum(flops.values()), 0
   kept = collections.Counter[tuple[str, str]]()

@@ -83,7 +83,7 @@ def sample_activations(fun: Callable[P, PyTree], opt_state: OptState) -> Callabl
   ...   def loss_fn(params, x):
   ...     return jnp.mean(model.apply(params, x) ** 2)
   ...   opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, x)
-  ...   loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, x)
+  ...   loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params, x)
   ...   updates, opt_state = tx.update(grads, opt_state, params)
   ...   return mpjax.apply_updates(params, updates, opt_state), opt_state
   >>> x = jnp.ones((1, 4))

@@ -75,7 +75,7 @@ def accumulate_gradients(
     inner_state = init_in_float32(inner, params, where)
     # With the scale inside, one overflowed micro-batch would turn the sum of the entire window into
     # inf.
-    fix = "Swap the two: loss_scaling(accumulate_gradients(inner, every)) adds unscaled gradients."
+    fix = "Swap the two: loss_scaling(accumulate_gradients(inner, every)) adds finite gradients."
     refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
     # The state holds float32 sums: in bfloat16 a sum stops growing after 256 equal gradients.
     zero, view = jnp.zeros((), jnp.int32), float32_view(params)
@@ -154,11 +154,9 @@ def _reads_value(
   """Whether `inner` reads `value=`; only then the state holds a sum of it."""
   # The signature does not tell: a chain takes any extra argument. The jaxpr of `update` shows
   # whether it uses `value`, the last argument.
-  # `loss_scaling` passes these two to every inner optimizer, so `inner` may require them.
-  ours = {"grads_finite": True, "loss_scale": np.float32(1)}
 
   def update(p: Params, state: OptState, value: Array) -> tuple[Updates, OptState]:
-    return inner.update(p, state, p, value=value, **ours)
+    return inner.update(p, state, p, value=value)
 
   try:
     jaxpr = jax.make_jaxpr(update)(params, inner_state, np.float32(1)).jaxpr

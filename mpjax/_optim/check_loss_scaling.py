@@ -62,7 +62,7 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
   >>> import jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
   >>> def step(params, opt_state):
-  ...   loss, grads = mpjax.value_and_grad(lambda p: jnp.sum(p**2), opt_state)(params)
+  ...   loss, grads = jax.value_and_grad(mpjax.scaled(lambda p: jnp.sum(p**2), opt_state))(params)
   ...   updates, opt_state = tx.update(grads, opt_state, params)
   ...   return optax.apply_updates(params, updates), opt_state
   >>> mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)))
@@ -385,7 +385,7 @@ def _depends_on_scale(
   state, library = ("optimizer", "nnx") if scale.in_variables else ("opt_state", "jax")
   name = "" if scale.name is None else f", name={scale.name!r}"
   fix = (
-    f"Take the gradients by mpjax.value_and_grad(loss_fn, {state}{name}), not by "
+    f"Take the gradients by jax.value_and_grad(mpjax.scaled(loss_fn, {state}{name})), not by "
     f"{library}.value_and_grad, and pass them to update unchanged. Clip inside of "
     "mpjax.loss_scaling, and add penalties to the loss."
   )

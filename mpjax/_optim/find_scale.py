@@ -254,9 +254,8 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
     expected="the loss scale of the state that this step updates",
     got=got,
     fix="Build it inside of the step, from the state that the step is given: "
-    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch), opt_state or an nnx.Optimizer. "
-    "Pass that state, like params, as an argument to jit, checkpoint and eval_shape, and as the "
-    "carry of scan.",
+    "mpjax.scaled(loss_fn, opt_state), with opt_state or an nnx.Optimizer. Pass that state, like "
+    "params, as an argument to jit, checkpoint and eval_shape, and as the carry of scan.",
   )
 
 
@@ -281,7 +280,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
   # The children of this node. Each is visited below.
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
   got = ""
-  # A wrapper of optax around the scale: `MultiSteps` would add scaled gradients.
+  # A wrapper of optax around the scale: `MultiSteps` would add the NaN of an overflow to its sum.
   if type(tree).__module__.startswith("optax.") and not isinstance(tree, _HARMLESS):
     got = f"one inside of the state optax.{type(tree).__name__}"
   elif chains and type(tree) in (tuple, collections.OrderedDict):
@@ -292,7 +291,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
       "Put all of it inside, mpjax.loss_scaling(optax.chain(...)), once. To read one of several "
       "optimizers, pass its state alone, or keep them in a dict."
     )
-    got += ": it would see scaled gradients, or steps that are skipped"
+    got += ": it would keep the NaN of an overflow, or count steps that are skipped"
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   for part in parts:
     refuse_outside(part, where, chains=chains)
@@ -305,12 +304,13 @@ def _is_scaled(tree: PyTree) -> bool:
 
 def _beside_in_chain(parts: list[PyTree]) -> str:
   """Names a state that must not be beside a loss scale in a chain; "" if there is none."""
-  # `optax.masked` may restrict each scale to other parameters. Otherwise the second divides again.
+  # `optax.masked` may restrict each scale to other parameters. Otherwise the second one would not
+  # see that the first has skipped a step.
   scaled = [x for x in parts if _is_scaled(x)]
   if len(scaled) > 1 and not all(isinstance(x, optax.MaskedState) for x in scaled):
-    return f"a chain of {len(scaled)}, each of which divides the gradients again"
+    return f"a chain of {len(scaled)}, each of which skips steps by itself"
   # States are NamedTuples, also those of users. A transformation without arrays, such as
-  # `optax.scale`, computes the same for scaled gradients.
+  # `optax.scale`, has nothing to keep.
   others = [x for x in parts if not _is_scaled(x)]
   states = jax.tree.leaves(others, is_leaf=lambda x: hasattr(x, "_fields"))
   stateful = [type(x) for x in states if isinstance(x, tuple) and jax.tree.leaves(x)]

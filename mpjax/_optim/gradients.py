@@ -10,10 +10,16 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import is_key, path_text
 from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree, is_inexact
-from mpjax._optim.optimizer_trees import at_least_float32, stored_first, strong, unless_there_before
+from mpjax._optim.optimizer_trees import (
+  as_stored,
+  at_least_float32,
+  stored_first,
+  strong,
+  unless_there_before,
+)
+from mpjax._optim.scaled import scaled
 from mpjax._optim.traced_loss import LossFn, Metrics, trace_loss, warn_without_float16
 from mpjax._optim.train_state import TrainState, own_scale
-from mpjax._optim.value_and_grad import value_and_grad
 
 IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
 """How integers of the model state are combined: all alike, or by path."""
@@ -25,7 +31,7 @@ class LossResults(NamedTuple):
   loss: Array
   model_state: PyTree
   metrics: Metrics
-  grads: Grads  # scaled, and at least float32
+  grads: Grads  # at least float32
 
 
 class BatchGradients(NamedTuple):
@@ -34,7 +40,7 @@ class BatchGradients(NamedTuple):
   loss: Array
   model_state: PyTree
   metrics: Metrics
-  grads: Grads  # scaled, and at least float32
+  grads: Grads  # at least float32
   watched: PyTree  # checked for inf and NaN like the gradients: the loss, and the new model state
 
 
@@ -92,20 +98,22 @@ def _differentiate(
 ) -> LossResults:
   """Returns the results of a loss function for one batch on one device."""
 
-  def own_loss(*args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
+  def own_loss(view: Params, *args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
     # `loss_fn` may have averaged the loss over devices. The derivative of one common number is each
     # device's share of the gradient, and the mean over devices would divide it again.
-    loss, aux = loss_fn(*args)
+    loss, aux = loss_fn(as_stored(view, state.params), *args)
     return vary(loss), aux
 
-  differentiate = value_and_grad(own_loss, state.opt_state, has_aux=True)
-  (loss, (new, metrics)), grads = differentiate(state.params, state.model_state, batch, rng)
+  differentiate = jax.value_and_grad(scaled(own_loss, state.opt_state), has_aux=True)
+  # Gradients of parameters stored in float16 are divided by the scale, and added up, in float32.
+  view = jax.tree.map(at_least_float32, state.params)
+  (loss, (new, metrics)), grads = differentiate(view, state.model_state, batch, rng)
   # Casts come before any sum: over micro-batches, and over devices.
   metrics = jax.tree.map(_metric, metrics)
   # A weakly typed leaf would change the type of the state, and so compile the next step again.
   new = jax.tree.map(strong, new)
   loss, new = at_least_float32(loss), vary(new)
-  return LossResults(loss, new, metrics, jax.tree.map(at_least_float32, grads))
+  return LossResults(loss, new, metrics, grads)
 
 
 def _accumulate(

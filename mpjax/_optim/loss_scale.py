@@ -21,8 +21,7 @@ from mpjax._core.errors import (
   wrong_type,
 )
 from mpjax._core.fused_leaves import read_together
-from mpjax._core.types import Array, Grads, Leaf, is_inexact
-from mpjax._optim.optimizer_trees import at_least_float32, strong
+from mpjax._core.types import Array
 from mpjax._optim.states import LossScaleState, ScaleState
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -357,22 +356,3 @@ def adjust(
 def _count_up(count: Array, by_one: Array | bool) -> Array:
   """Returns a counter after a step; it stops at 2^31 - 1 instead of wrapping to a negative."""
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
-
-
-def unscale_tree(grads: Grads, scale: Array | None) -> Grads:
-  """Returns `grads` divided by `scale`, in float32 (float64 and complex leaves as they are)."""
-
-  # XLA turns the division into a multiplication by 1/scale. It is exact for a power of two, and
-  # otherwise within 1 ulp. The limits of a scale keep the reciprocal a normal number.
-  def unscaled(g: Leaf) -> Leaf:
-    if not is_inexact(g):
-      return g
-    # The cast comes first: in float16 the quotient would underflow.
-    g = strong(at_least_float32(g))
-    if scale is None:
-      return g
-    by = scale.astype(g.real.dtype)
-    # A complex division computes |scale|^2, which overflows for large scales. So divide the parts.
-    return jax.lax.complex(g.real / by, g.imag / by) if jnp.iscomplexobj(g) else g / by
-
-  return jax.tree.map(unscaled, grads)

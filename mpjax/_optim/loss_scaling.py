@@ -1,4 +1,4 @@
-"""The optax wrapper that unscales gradients, and skips the steps that overflowed."""
+"""The optax wrapper that carries a loss scale, and skips the steps that overflowed."""
 
 import dataclasses
 import functools
@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import (
-  MpjaxTypeError,
   MpjaxValueError,
   check_call,
   check_flag,
@@ -32,7 +31,6 @@ from mpjax._optim.loss_scale import (
   StaticLossScale,
   adjust,
   init_scale,
-  unscale_tree,
   write_label,
 )
 from mpjax._optim.master_weights import init_in_float32, masters_in, update_in_float32
@@ -40,6 +38,7 @@ from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
   as_stored,
+  at_least_float32,
   differentiated,
   float32_view,
   hide_untrained,
@@ -47,10 +46,9 @@ from mpjax._optim.optimizer_trees import (
   merge_updates,
   place_like,
   step_or_select,
-  stored_first,
   unless_there_before,
 )
-from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState
+from mpjax._optim.states import LossScalingState, ScaleState
 from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes, check_inner
 
 _INIT = "mpjax.loss_scaling(inner)"
@@ -68,28 +66,27 @@ def loss_scaling(
   check_updates: bool = False,
   name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Wrap an optimizer so that it takes gradients of a scaled loss.
+  """Wrap an optimizer so that it carries a loss scale, and skips steps that overflow.
 
-  `update` casts gradients to float32, divides them by the scale, checks them for inf and NaN, and
-  calls `inner.update`. If a gradient is not finite the step is *skipped*. The updates are then
-  -0.0, which changes no bits of a parameter when added. The inner state stays as it was, counts of
-  schedules included, and a dynamic scale backs off. Occasional overflow is expected: keep
-  `jax_debug_nans` off, and call `mpjax.check_skipped_steps` to detect persistent overflow.
+  Its state holds the scale for `mpjax.scaled(loss_fn, opt_state)`, which runs the backward pass of
+  the loss at that scale and returns the plain gradients. `update` takes these. If one of them is
+  inf or NaN, the step is *skipped*. The updates are then -0.0, which changes no bits of a parameter
+  when added. The inner state stays as it was, counts of schedules included, and a dynamic scale
+  backs off. Occasional overflow is expected: keep `jax_debug_nans` off, and call
+  `mpjax.check_skipped_steps` to detect persistent overflow.
 
-  Put everything that has state or reads the size of gradients inside:
-  `loss_scaling(optax.chain(clip, adamw))`. Compute the gradients with `mpjax.value_and_grad`, which
-  scales the loss. Test the step with `mpjax.check_loss_scaling`. `inner` works in float32, and sees
-  no integers, booleans or keys.
+  Put everything that has state inside: `loss_scaling(optax.chain(clip, adamw))`. State outside
+  would keep the NaN of a skipped step. Test the step with `mpjax.check_loss_scaling`. `inner` works
+  in float32, and sees no integers, booleans or keys.
 
-  `update` also checks `loss=`, one or more arrays, for inf and NaN. It passes all arguments to
-  `inner`, and adds `grads_finite` (bool of shape ()) and `loss_scale` (float32 of shape (), the
-  divisor of the gradients). With `value_fn=` it adds nothing, because a line search passes all
-  extra arguments to that function. It unscales `grad=` like the gradients.
+  `update` also checks `loss=`, one or more arrays, for inf and NaN. It passes all extra arguments
+  to `inner`.
 
-  For several losses, give each a scale: `loss_scaling(inner, {"a": ..., "b": ...})`.
-  Differentiate each loss with `mpjax.value_and_grad(..., name="a")`. Pass `update` the gradients
-  (and `loss=`) as a dict with these keys. Each is unscaled by its own scale, and they are added in
-  float32. If one overflows, the step is skipped, and only its scale backs off.
+  For several losses, give each a scale: `loss_scaling(inner, {"a": ..., "b": ...})`. Scale each
+  loss with `mpjax.scaled(..., name="a")`, and pass `update` the gradients (and `loss=`) as a dict
+  with these keys. They are added in float32. If one overflows, the step is skipped, and only its
+  scale backs off. `update` also takes the gradient of the sum of the losses. It does not show which
+  loss has overflowed, so all scales back off.
 
   Args:
     inner: the optimizer, or any optax transformation.
@@ -111,8 +108,7 @@ def loss_scaling(
 
   Raises:
     MpjaxTypeError: an argument has the wrong type; `init`: there is another `loss_scaling` inside;
-      `update`: the state is of another optimizer, or `grad_fn=` is passed, whose gradients would
-      not be unscaled.
+      `update`: the state is of another optimizer.
     MpjaxValueError: arguments contradict each other; `update`: the gradients do not match the
       parameters, the state was created with another configuration, or `axis_name` is not bound.
 
@@ -120,7 +116,7 @@ def loss_scaling(
   >>> tx = mpjax.loss_scaling(optax.sgd(1.0), mpjax.DynamicLossScale(init_scale=4))
   >>> params = jnp.asarray([1.0, 2.0])
   >>> opt_state = tx.init(params)
-  >>> updates, opt_state = tx.update(jnp.asarray([4.0, 2.0]), opt_state, params)
+  >>> updates, opt_state = tx.update(jnp.asarray([1.0, 0.5]), opt_state, params)
   >>> print(updates)
   [-1.  -0.5]
   >>> updates, opt_state = tx.update(jnp.asarray([4.0, jnp.inf]), opt_state, params)
@@ -167,11 +163,11 @@ def _checked_scales(
     _check_config(config, where)
     _check_name(key, f"{where} with the key {key!r}")
   # A mix would need two kinds of update: `NoLossScale` calls `inner` as it is.
-  unscaled = {isinstance(config, NoLossScale) for config in loss_scale.values()}
-  if name is not None or len(unscaled) != 1:
+  checks_nothing = {isinstance(config, NoLossScale) for config in loss_scale.values()}
+  if name is not None or len(checks_nothing) != 1:
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
     got = f"{dict(loss_scale)!r} and name={name!r}"
-    fix = "SkipNonfinite() leaves one of several losses unscaled, but checked."
+    fix = "SkipNonfinite() gives one of several losses no scale, and checks it."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return {**loss_scale}
 
@@ -201,51 +197,24 @@ def _check_check_updates(check_updates: bool, is_scaled: bool) -> None:
   check_value(check_updates, possible, where, expected=expected, fix=fix)
 
 
-class _Inputs(NamedTuple):
-  """The inputs of one update."""
-
-  grads: dict[str, Grads]  # by label: scaled, and in the precision of the parameters
-  scales: dict[str, ScaleState]  # by label
-  params: Params
-  plain: Grads | None = None  # the plain gradient, where it is computed once and kept
-
-  @property
-  def moving(self) -> dict[str, LossScaleState]:
-    """The scales that are divided by: none under `NoLossScale`."""
-    return {label: x for label, x in self.scales.items() if isinstance(x, LossScaleState)}
-
-  @property
-  def first(self) -> Grads:
-    """The gradients of one loss: all losses have the same tree."""
-    return next(iter(self.grads.values()))
-
-
-class _Finite(NamedTuple):
-  """Where gradients and losses are finite: by label, and all of them."""
-
-  first_bad: dict[str, Array]
-  by_label: dict[str, Array]
-  all: Leaf
-
-
-class _Decision(NamedTuple):
-  """Whether the step is applied (None: nothing decides), and the first bad leaf by label."""
-
-  applied: Array | None
-  first_bad: dict[str, Array]
-
-
 InnerStep: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
 
 
-class _DecidedStep(NamedTuple):
-  """An update that is decided, and not computed yet."""
+class _Step(NamedTuple):
+  """A step of `inner` that is decided, and not computed yet."""
 
-  old: LossScalingState
-  inputs: _Inputs
-  finite: _Finite
-  step: InnerStep
-  decision: _Decision
+  grads: Grads  # in the tree and the precision of the parameters
+  params: Params
+  run: InnerStep
+  applied: Array | None  # whether the step is applied; None under `NoLossScale`, which applies all
+  scales: dict[str, ScaleState]  # after the step, by label
+
+
+class _Found(NamedTuple):
+  """The first leaf of a loss that is not finite, as its code, and whether there is none."""
+
+  first_bad: Array
+  finite: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,7 +238,7 @@ class LossScaling:
     else:
       # `NoLossScale`: `inner` gets the parameters in their own precision, as without a wrapper.
       inner_state = self.inner.init(hide_untrained(params, params))
-    fix = "Wrap once, outermost: the inner one would divide by its scale again."
+    fix = "Wrap once, outermost: each scale needs gradients, and the outer one passes on updates."
     refuse_scale_inside(inner_state, _INIT, got="another mpjax.loss_scaling", fix=fix)
     scales = {label: init_scale(config) for label, config in self.configs.items()}
     state = LossScalingState(scales, inner_state)
@@ -279,16 +248,12 @@ class LossScaling:
     self, updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, LossScalingState]:
     """Returns the updates of a step, or updates that change nothing, and the next state."""
-    inputs = self._inputs(updates, state, params)
-    extra_args = self._unscaled_arguments(extra_args, inputs)
-    decided = self._decided(inputs, state, extra_args, extra_args.get("loss"))
-    new, new_inner = step_or_select(
-      decided.decision.applied,
-      lambda old: decided.step(old, inputs.params),
-      state.inner_state,
+    step = self._decided(updates, state, params, extra_args, extra_args.get("loss"))
+    new, inner_state = step_or_select(
+      step.applied, lambda old: step.run(old, step.params), state.inner_state
     )
-    new_updates = merge_updates(inputs.first, new, inputs.params)
-    return new_updates, self._next(decided, new_inner)
+    new_updates = merge_updates(step.grads, new, step.params)
+    return new_updates, LossScalingState(step.scales, inner_state)
 
   def update_and_apply(
     self,
@@ -305,194 +270,140 @@ class LossScaling:
     Updates are applied in the branch that computes them, and need not be stored. `loss` is looked
     at, and not passed to `inner`.
     """
-    inputs = self._inputs(updates, state, params)
-    extra_args = self._unscaled_arguments(extra_args, inputs)
-    # The caller has no other use of the gradients. Their quotients are computed once and reuse the
-    # memory of the gradients.
-    inputs = inputs._replace(plain=stored_first(self._plain(inputs.grads, inputs)))
-    decided = self._decided(inputs, state, extra_args, loss)
+    step = self._decided(updates, state, params, extra_args, loss)
 
-    def step_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
+    def run_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
       old_inner, old_params = old
-      new, new_inner = decided.step(old_inner, old_params)
-      new_updates = merge_updates(inputs.first, new, old_params)
+      new, new_inner = step.run(old_inner, old_params)
+      new_updates = merge_updates(step.grads, new, old_params)
       # Parameters are part of the state that a skipped step keeps, so there are no updates to
       # return.
       return (), (new_inner, apply(old_params, new_updates, new_inner))
 
-    old = (state.inner_state, inputs.params)
-    _, (new_inner, new_params) = step_or_select(decided.decision.applied, step_and_apply, old)
-    return new_params, self._next(decided, new_inner)
+    old = (state.inner_state, step.params)
+    _, (inner_state, new_params) = step_or_select(step.applied, run_and_apply, old)
+    return new_params, LossScalingState(step.scales, inner_state)
 
   def _decided(
     self,
-    inputs: _Inputs,
-    state: LossScalingState,
-    extra_args: dict[str, PyTree],
+    updates: Grads,
+    state: OptState,
+    params: Params,
+    extra_args: Mapping[str, PyTree],
     loss: PyTree,
-  ) -> _DecidedStep:
-    """Returns the step of `inner`, and whether it is applied."""
-    # Find the first non-finite leaf of each loss, over all devices. With `check_updates` the
-    # decision needs the updates too.
-    finite = self._finite(inputs, loss)
-    step = self._step(inputs, self._with_flags(extra_args, inputs, finite))
-    decision = self._decision(finite, step, inputs, state)
-    return _DecidedStep(state, inputs, finite, step, decision)
-
-  def _inputs(self, updates: Grads, state: OptState, params: Params) -> _Inputs:
+  ) -> _Step:
+    """Returns the step of `inner`, whether it is applied, and how the scales move."""
     scales = check_scales(state, self.configs)
     params = arrays_only(params) if self.is_scaled else params
-    return _Inputs(self._aligned(updates, params, "updates"), scales, params)
+    by_label, total = self._gradients(updates, params, "updates")
+    trained = differentiated(params)
+    shown = float32_view if self.is_scaled else functools.partial(hide_untrained, params=trained)
+    if "grad" in extra_args:  # A line search gets the gradient a second time.
+      _, again = self._gradients(extra_args["grad"], params, "grad")
+      extra_args = {**extra_args, "grad": shown(again)}
+    gradient = shown(total)
+    if not self.is_scaled:
+      run = functools.partial(self._run_as_stored, gradient, extra_args)
+      return _Step(total, params, run, None, scales)
 
-  def _by_label(self, tree: PyTree, argument: str) -> dict[str, PyTree]:
-    """Returns the gradients, or the loss, of each label."""
-    # One loss: its gradients belong to the only label.
-    if not self.several:
-      return dict.fromkeys(self.configs, tree)
-    if not isinstance(tree, Mapping) or set(tree) != set(self.labels):
+    def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
+      return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
+
+    # 1. Each loss has its own gradients, and its own losses.
+    is_of_all = self._is_of_all(loss, None)
+    losses = dict.fromkeys(scales, loss) if is_of_all else self._by_label(loss, "loss")
+    found = {
+      label: self._first_bad(
+        # The kind orders codes, so a bad gradient is named before a bad loss.
+        coded_leaves(LeafKind.GRADIENT, grads) + coded_leaves(LeafKind.LOSS, losses[label])
+      )
+      for label, grads in by_label.items()
+    }
+    all_finite = functools.reduce(jnp.logical_and, [each.finite for each in found.values()])
+    if self.several:
+      # The sum of finite gradients may overflow; no single scale is to blame for that.
+      leaves = jax.tree.leaves(gradient)
+      all_finite &= self._agreed(first_nonfinite(leaves)) == len(leaves)
+    applied = all_finite
+    # 2. The step is computed twice: once into a reduction that stores nothing, and once to apply
+    # it. This takes less memory than keeping old and new values until the decision.
+    if self.check_updates:
+      new, new_inner = run(state.inner_state, params)
+      # An inf that the state has kept from the start is no fault: a best loss so far.
+      changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
+      leaves = coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
+      code, is_finite = self._first_bad(leaves)
+      applied = jnp.logical_and(all_finite, is_finite)
+      # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
+      is_bad = jnp.logical_and(all_finite, jnp.logical_not(is_finite))
+      found = {
+        label: each._replace(first_bad=jnp.where(is_bad, code, each.first_bad))
+        for label, each in found.items()
+      }
+    # 3. A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
+    moved = {
+      label: adjust(
+        self.configs[label],
+        scales[label],
+        own_finite=each.finite,
+        first_bad=each.first_bad,
+        applied=applied,
+        all_finite=all_finite,
+      )
+      for label, each in found.items()
+    }
+    return _Step(total, params, run, applied, moved)
+
+  def _run_as_stored(
+    self, gradient: Grads, extra_args: Mapping[str, PyTree], inner_state: OptState, params: Params
+  ) -> tuple[Updates, OptState]:
+    """Returns what `inner` does under `NoLossScale`, where it sees what is stored."""
+    shown = hide_untrained(params, params)
+    new, new_inner = self.inner.update(gradient, inner_state, shown, **extra_args)
+    # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
+    # next step again.
+    has_half = any(map(in_low_precision, jax.tree.leaves(params)))
+    return new, as_stored(new_inner, inner_state) if has_half else new_inner
+
+  def _gradients(
+    self, tree: PyTree, params: Params, argument: str
+  ) -> tuple[dict[str, Grads], Grads]:
+    """Returns the gradients of each label, and those of the sum of the losses."""
+    trained = differentiated(params)
+    aligned = functools.partial(align_gradients, params=trained, where=f"{_CALL}({argument})")
+    if self._is_of_all(tree := differentiated(tree), trained):
+      total = aligned(tree)
+      return dict.fromkeys(self.configs, total), total
+    by_label = {label: aligned(each) for label, each in self._by_label(tree, argument).items()}
+    # In float32, because a sum of bfloat16 gradients would round once more.
+    total = jax.tree.map(_sum, *by_label.values())
+    # `NoLossScale` goes on in the dtype of the gradients.
+    return by_label, total if self.is_scaled else as_stored(total, next(iter(by_label.values())))
+
+  def _is_of_all(self, tree: PyTree, like: PyTree) -> bool:
+    """Whether a tree is the gradient, or the value, of the only loss or of the sum of all."""
+    if not self.several or not isinstance(tree, Mapping):
+      return True
+    # The names of losses may be those of parameters too, so the keys alone do not tell.
+    same_keys = isinstance(like, Mapping) and set(tree) == set(like)
+    return same_keys and jax.tree.structure(tree) == jax.tree.structure(like)
+
+  def _by_label(self, tree: Mapping[str, PyTree], argument: str) -> dict[str, PyTree]:
+    """Returns the gradients, or the value, of each loss by its label."""
+    if set(tree) != set(self.labels):
       expected = f"a dict with one entry for each loss, {sorted(map(str, self.labels))}"
-      is_dict = isinstance(tree, Mapping)
-      got = f"one with {sorted(map(str, tree))}" if is_dict else type(tree).__name__
-      fix = "Differentiate each loss by itself, and pass {name: gradients, ...}."
+      got = f"one with {sorted(map(str, tree))}"
+      fix = "Differentiate each loss by itself, and pass {name: gradients, ...}, or their sum."
       raise MpjaxValueError(f"{_CALL}({argument})", expected=expected, got=got, fix=fix)
     return {label: tree[key] for key, label in self.labels.items()}
 
-  def _aligned(self, grads: Grads, params: Params, argument: str) -> dict[str, Grads]:
-    """Returns the gradients of each label, in the precision of the parameters."""
-    trained = differentiated(params)
-    return {
-      label: align_gradients(differentiated(each), trained, f"{_CALL}({argument})")
-      for label, each in self._by_label(grads, argument).items()
-    }
-
-  def _plain(self, grads: Mapping[str, Grads], inputs: _Inputs) -> Grads:
-    """Returns the gradient of the sum of the losses, as `inner` sees it."""
-    trained = differentiated(inputs.params)
-    # `NoLossScale` of one loss adds nothing to the jaxpr, not even a cast.
-    if not self.is_scaled and not self.several:
-      return hide_untrained(next(iter(grads.values())), trained)
-    # Unscale before adding: each loss has a scale of its own.
-    parts: list[Grads] = []
-    for label, scaled in grads.items():
-      scale = inputs.moving[label].scale if self.is_scaled else None
-      parts.append(unscale_tree(scaled, scale))
-    total = jax.tree.map(_sum, *parts)
-    if self.is_scaled:
-      return float32_view(total)
-    # `NoLossScale` of several losses: added in float32, then back in the dtype of the gradients.
-    return hide_untrained(as_stored(total, inputs.first), trained)
-
-  def _unscaled_arguments(
-    self, extra_args: Mapping[str, PyTree], inputs: _Inputs
-  ) -> dict[str, PyTree]:
-    """Returns the extra arguments with `grad=` unscaled like the gradients."""
-    # Opaque SAM calls `grad_fn` at other parameters, where nothing would divide by the scale.
-    if "grad_fn" in extra_args and (self.is_scaled or self.several):
-      expected = "an inner that takes gradients, and computes none"
-      got = "a function whose gradients would be those of the scaled loss"
-      fix = "Use optax.contrib.sam with its default opaque_mode=False, or NoLossScale()."
-      raise MpjaxTypeError(f"{_CALL}(grad_fn)", expected=expected, got=got, fix=fix)
-    if "grad" not in extra_args:
-      return {**extra_args}
-    grads = self._aligned(extra_args["grad"], inputs.params, "grad")
-    return {**extra_args, "grad": self._plain(grads, inputs)}
-
-  def _looked_at(self, label: str, inputs: _Inputs) -> Grads:
-    """Returns the gradients of one loss as they are checked: scaled or unscaled."""
-    # Dividing by a scale of at least 1 cannot overflow, so the gradients are finite exactly if the
-    # quotients are. Checking gradients then saves memory: no quotient waits for the decision. Below
-    # 1 a quotient may overflow, so quotients are checked. `set_loss_scale` may set a static scale
-    # to any number.
-    config = self.configs[label]
-    never_below_1 = isinstance(config, SkipNonfinite) or (
-      isinstance(config, DynamicLossScale) and config.min_scale >= 1
-    )
-    if inputs.plain is None and never_below_1:
-      return inputs.grads[label]
-    return unscale_tree(inputs.grads[label], inputs.moving[label].scale)
-
-  def _finite(self, inputs: _Inputs, loss: PyTree) -> _Finite:
-    """Returns which losses have finite gradients, and the first leaf that has not."""
-    losses = self._by_label(loss, "loss") if self.is_scaled and loss is not None else {}
-    first_bad: dict[str, Array] = {}
-    finite: dict[str, Array] = {}
-    for label in inputs.moving:
-      leaves = coded_leaves(LeafKind.GRADIENT, self._looked_at(label, inputs))
-      # The kind orders codes, so a bad gradient is named before a bad loss.
-      leaves += coded_leaves(LeafKind.LOSS, losses.get(label))
-      first_bad[label], finite[label] = self._first_bad(leaves)
-    # NumPy scalars: as constants they add no operation, unless inner uses them.
-    all_finite: Leaf = functools.reduce(jnp.logical_and, finite.values(), np.bool_(True))
-    if self.several and self.is_scaled:
-      # The sum of finite gradients may overflow; no single scale is to blame for that.
-      total = jax.tree.leaves(self._plain(inputs.grads, inputs))
-      position = self._agreed(first_nonfinite(total))
-      all_finite = jnp.logical_and(all_finite, position == len(total))
-    return _Finite(first_bad, finite, all_finite)
-
-  def _with_flags(
-    self, extra_args: dict[str, PyTree], inputs: _Inputs, finite: _Finite
-  ) -> dict[str, PyTree]:
-    """Returns the extra arguments for `inner`, with the decision and the scale."""
-    # A line search passes all extra arguments to `value_fn`, which takes no flags of ours.
-    if "value_fn" in extra_args:
-      return extra_args
-    moving = inputs.moving
-    divisors: PyTree = np.float32(1)
-    if self.is_scaled and self.several:
-      divisors = {name: moving[label].scale for name, label in self.labels.items()}
-    elif self.is_scaled:
-      (only,) = moving.values()
-      divisors = only.scale
-    return {"grads_finite": finite.all, "loss_scale": divisors} | extra_args
-
-  def _step(self, inputs: _Inputs, extra_args: Mapping[str, PyTree]) -> InnerStep:
-    """Returns what `inner` does with the plain gradient."""
-
-    def step(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
-      # Computed inside of the step, so that a skipped branch computes no quotients.
-      gradient = self._plain(inputs.grads, inputs) if inputs.plain is None else inputs.plain
-      if self.is_scaled:
-        return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
-      shown = hide_untrained(params, params)
-      new, new_inner = self.inner.update(gradient, inner_state, shown, **extra_args)
-      # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
-      # next step again.
-      has_half = any(map(in_low_precision, jax.tree.leaves(params)))
-      return new, as_stored(new_inner, inner_state) if has_half else new_inner
-
-    return step
-
-  def _decision(
-    self, finite: _Finite, step: InnerStep, inputs: _Inputs, state: LossScalingState
-  ) -> _Decision:
-    """Returns whether the step is applied, and what was not finite."""
-    if not self.is_scaled:
-      return _Decision(None, {})
-    if not self.check_updates:
-      return _Decision(finite.all, finite.first_bad)
-    # The step is computed twice: once into a reduction that stores nothing, and once to apply it.
-    # This takes less memory than keeping old and new values until the decision.
-    new, new_inner = step(state.inner_state, inputs.params)
-    # An inf that the state has kept from the start is no fault: a best loss so far.
-    changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
-    leaves = coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
-    bad, is_finite = self._first_bad(leaves)
-    # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
-    is_bad = jnp.logical_and(finite.all, jnp.logical_not(is_finite))
-    first_bad = {label: jnp.where(is_bad, bad, x) for label, x in finite.first_bad.items()}
-    return _Decision(jnp.logical_and(finite.all, is_finite), first_bad)
-
-  def _first_bad(self, leaves: Sequence[tuple[int, Leaf]]) -> tuple[Array, Array]:
-    """Returns the code of the first leaf that is not finite, and whether all leaves are finite.
-
-    If all are finite, it is their number instead of a code.
-    """
+  def _first_bad(self, leaves: Sequence[tuple[int, Leaf]]) -> _Found:
+    """Returns the code of the first leaf that is not finite; if there is none, their number."""
     codes = [code for code, _ in leaves]
     code = self._agreed(least_nonfinite([x for _, x in leaves], codes, NO_LEAF))
     is_finite = code == NO_LEAF
     # The number of leaves is below every code, so `read_code` tells the two apart.
-    return jnp.where(is_finite, np.int32(len(codes)), code), is_finite
+    return _Found(jnp.where(is_finite, np.int32(len(codes)), code), is_finite)
 
   def _agreed(self, least: Array) -> Array:
     """Returns the least number of all devices, so that all of them decide alike."""
@@ -505,27 +416,11 @@ class LossScaling:
     check_axes(axes, call, call="update", fix=fix)
     return jax.lax.pmin(least, axes)
 
-  def _next(self, decided: _DecidedStep, inner_state: OptState) -> LossScalingState:
-    """Returns the next state: each scale moves by the gradients of its own loss."""
-    old, inputs, finite, _, decision = decided
-    flags = {"applied": decision.applied, "all_finite": finite.all}
-    # A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
-    moved = {
-      label: adjust(
-        self.configs[label],
-        scale,
-        own_finite=finite.by_label[label],
-        first_bad=decision.first_bad[label],
-        **flags,
-      )
-      for label, scale in inputs.moving.items()
-    }
-    return old._replace(loss_scale=inputs.scales | moved, inner_state=inner_state)
-
 
 def _sum(*grads: Leaf) -> Leaf:
   """Returns the sum of one leaf over losses; the first of what has no gradient."""
-  return functools.reduce(jnp.add, grads) if is_inexact(grads[0]) else grads[0]
+  is_trained = is_inexact(grads[0])
+  return functools.reduce(jnp.add, map(at_least_float32, grads)) if is_trained else grads[0]
 
 
 def _warn_of_half(params: Params, inner_state: OptState) -> None:

@@ -63,5 +63,5 @@ def _needs_more(got: str) -> MpjaxTypeError:
     "value=, and no more",
     got=got,
     fix="Call line searches, SAM in opaque mode, dpsgd and lookahead in a loop of your own: "
-    "mpjax.value_and_grad, and tx.update.",
+    "jax.value_and_grad(mpjax.scaled(loss_fn, opt_state)), and tx.update.",
   )

@@ -66,7 +66,7 @@ def scaled(
   traced, the loss is traced to a jaxpr, and Python cannot branch on traced values then.
 
   **Build it inside the step**, from the state that the step is given, because the function keeps
-  the scale of that state. An overflow reaches the caller as inf or NaN.
+  the scale of that state. An overflow reaches the caller as NaN, which a clip keeps.
 
   Args:
     loss_fn: returns arrays in any tree, such as a loss or `(loss, aux)`. A float16 loss is cast to
@@ -382,11 +382,18 @@ def _scale_value(x: Array, bits: Array, *, divide: bool) -> Array:
   scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
   wide = at_least_float32(x)  # In float16 the quotient would underflow.
   scale = scale.astype(wide.real.dtype).reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))
-  scaled_by = jnp.divide if divide else jnp.multiply
+
+  def scaled_by(part: Array) -> Array:
+    if not divide:
+      return part * scale
+    quotient = part / scale
+    # An overflow leaves as NaN. A clip would turn an inf into a number.
+    return jnp.where(jnp.isfinite(quotient), quotient, jnp.nan)
+
   # A complex division computes |scale|^2, which overflows for large scales. So scale the parts.
   if jnp.iscomplexobj(wide):
-    return jax.lax.complex(scaled_by(wide.real, scale), scaled_by(wide.imag, scale))
-  return scaled_by(wide, scale).astype(x.dtype)
+    return jax.lax.complex(scaled_by(wide.real), scaled_by(wide.imag))
+  return scaled_by(wide).astype(x.dtype)
 
 
 def _jvp(

@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, flax_errors
+from mpjax._core.errors import (
+  REFUSALS,
+  MpjaxTypeError,
+  MpjaxValueError,
+  check_scalar,
+  flax_errors,
+  kind_of,
+)
 from mpjax._core.trees import check_alike
 from mpjax._core.types import Array, Leaf, Params, PyTree
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import inner_jaxprs, walk
 from mpjax._optim.loss_scale import COUNTERS
-from mpjax._optim.value_and_grad import check_loss
 
 Metrics: TypeAlias = dict[str, Leaf]
 
@@ -93,7 +99,12 @@ def _check_result(out: PyTree, model_state: PyTree) -> None:
   fix = "Return the entire new state, cast to the dtypes of the old one."
   check_alike(new_state, model_state, f"{where}: model_state", expected=expected, fix=fix)
   # Here, because JAX refuses a loss that is no array, and `_unchanged_leaves` counts on one leaf.
-  check_loss(out[0], "mpjax.value_and_grad(fun): the loss")
+  loss, where = out[0], f"{where}: the loss"
+  expected, fix = "a floating scalar", "Return one number to minimise, such as jnp.mean(losses)."
+  is_number = isinstance(loss, float) or hasattr(loss, "dtype")
+  if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    raise MpjaxTypeError(where, expected=expected, got=kind_of(loss), fix=fix)
+  check_scalar(loss, where, expected=expected, fix=fix)
 
 
 def _unchanged_leaves(jaxpr: ClosedJaxpr, params: Params, model_state: PyTree) -> PyTree:

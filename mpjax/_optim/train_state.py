@@ -110,7 +110,7 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   """Returns the loss scale of a training step, which has to cover the entire optimizer."""
   # `find_scale` raises the error for a state without a scale.
   scales = scales_in(opt_state) or [find_scale(opt_state, where, None)]
-  # These wrappers may be around the scale, since they pass scaled gradients on and count no steps.
+  # These wrappers may be around the scale, since they pass NaN on and count no steps.
   # `accumulate_gradients` counts.
   outermost = opt_state
   while isinstance(outermost, (ActivationMonitorState, MasterWeightsState, MonitorState)):
@@ -119,8 +119,8 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
     expected = "mpjax.loss_scaling around the entire optimizer, for one loss"
     got = f"{len(scales)} loss scale(s) inside of {kind_of(outermost)}"
     fix = (
-      "Write mpjax.loss_scaling(optax.chain(...)); with several losses write the step with "
-      "mpjax.value_and_grad(..., name=...)."
+      "Write mpjax.loss_scaling(optax.chain(...)); with several losses write the step yourself, "
+      "with mpjax.scaled(..., name=...)."
     )
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   return scales[0]

@@ -39,7 +39,6 @@ from mpjax._optim.train_step_checks import (
   check_stochastic,
   check_train_state,
 )
-from mpjax._optim.value_and_grad import unscale
 from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes
 
 _CALL = "mpjax.make_train_step"
@@ -86,7 +85,7 @@ def make_train_step(
 
   Returns:
     `step(state, batch) -> (state, metrics)`. The metrics are those of `loss_fn` and of
-    `mpjax.loss_scaling_metrics`, `loss`, `grad_norm` (unscaled), and `retries` with `max_retries`.
+    `mpjax.loss_scaling_metrics`, `loss`, `grad_norm`, and `retries` with `max_retries`.
     Floating metrics of `loss_fn` are averaged, others are summed.
 
   Raises:
@@ -201,9 +200,7 @@ class TrainStep:
     # the skipped batch had not existed.
     key = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
     results = self._gradients(state, batch, key)
-    # The norm of unscaled gradients can be compared between steps.
-    plain = unscale(results.grads, state.opt_state)
-    norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(plain)))
+    norm = jnp.sqrt(sum_of_squares(jax.tree.leaves(results.grads)))
     params, opt_state = self._update(state, results, key)
     scaling = loss_scaling_metrics(opt_state, before=state.opt_state)
     new = self._next_state(state, params, opt_state, results.model_state)
@@ -235,7 +232,7 @@ class TrainStep:
     """Returns the parameters and the state of the optimizer after a step."""
     apply = functools.partial(self._apply, key=key)
     if not _has_scale(state):
-      return self._update_unscaled(state, results, apply)
+      return self._update_unchecked(state, results, apply)
     # The scale checks the loss and the model state too. An optimizer inside sees the loss alone.
     extra = {"value": results.loss, "loss": results.watched}
     # A monitor or masters around the scale need the updates themselves, by the interface of optax.
@@ -252,13 +249,13 @@ class TrainStep:
       check_decision(opt_state, state.opt_state)
     return params, opt_state
 
-  def _update_unscaled(
+  def _update_unchecked(
     self,
     state: TrainState,
     results: BatchGradients,
     apply: Callable[[Params, Updates, OptState], Params],
   ) -> tuple[Params, OptState]:
-    """Returns the results of `_update` for `NoLossScale`, which unscales and checks nothing."""
+    """Returns the results of `_update` for `NoLossScale`, which checks nothing."""
     # A plain optimizer creates moments in the dtypes of its parameters, such as bfloat16. Float32
     # gradients would turn these moments into float32, another type of state.
     grads = as_stored(results.grads, trained_params(state.params, state.opt_state))

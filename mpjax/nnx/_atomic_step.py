@@ -65,7 +65,7 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
   >>> @nnx.jit
   ... @mpjax.nnx.atomic_step
   ... def step(model, optimizer, x):
-  ...   grad_fn = mpjax.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)
+  ...   grad_fn = nnx.value_and_grad(mpjax.scaled(lambda model: jnp.mean(model(x) ** 2), optimizer))
   ...   loss, grads = grad_fn(model)
   ...   optimizer.update(model, grads)
   ...   return loss

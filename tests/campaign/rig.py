@@ -202,7 +202,7 @@ def step_by_hand(setup: Setup, tx: Any, guard: bool, state: mpjax.TrainState, ba
   """Returns what a step of `mpjax.make_train_step` does, but for most of its metrics."""
   loss_fn, key = network.loss_in(setup.compute), jax.random.fold_in(state.rng, state.step)
   of_params = lambda params: loss_fn(params, state.model_state, batch, key)  # noqa: E731
-  grad_fn = mpjax.value_and_grad(of_params, state.opt_state, has_aux=True)
+  grad_fn = jax.value_and_grad(mpjax.scaled(of_params, state.opt_state), has_aux=True)
   (loss, (statistics, _)), grads = grad_fn(state.params)
   watched = loss, statistics
   updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=watched)

@@ -245,7 +245,7 @@ def small_step(tx, half, params, state, x):
       y = jnp.tanh(y @ kernel.astype(half) + bias.astype(half)[None])
     return jnp.mean(y.astype(jnp.float32) ** 2)
 
-  value, grads = mpjax.value_and_grad(loss, state)(params)
+  value, grads = jax.value_and_grad(mpjax.scaled(loss, state))(params)
   updates, state = tx.update(grads, state, params)
   return optax.apply_updates(params, updates), state, value
 

@@ -311,7 +311,7 @@ def test_within_shard_map_what_a_device_has_is_looked_at_together(devices, check
 
 def test_a_step_can_be_differentiated_as_before(both):
   # A meta-gradient: through the choice, with respect to the parameters.
-  tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.StaticLossScale(2))
+  tx = mpjax.loss_scaling(optax.sgd(0.25), mpjax.StaticLossScale(2))
   params = [jnp.ones(3), jnp.full(3, 2.0)]
 
   def loss(params):
@@ -319,5 +319,5 @@ def test_a_step_can_be_differentiated_as_before(both):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(optax.apply_updates(params, updates)))
 
   grads = jax.jit(jax.grad(loss))(params)
-  # p - 0.5 p / 2 is 0.75 p, and the derivative of its square 2 * 0.75 ** 2 p.
+  # p - 0.25 p is 0.75 p, and the derivative of its square 2 * 0.75 ** 2 p.
   np.testing.assert_allclose(grads, [[1.125] * 3, [2.25] * 3], rtol=1e-6)

@@ -297,7 +297,7 @@ def test_float16_gradients_without_a_loss_scale_are_said():
     return lambda w, x: 2e-8 * jnp.sum(outputs(w, x).astype("float32"))
 
   def step(w, opt_state, x):
-    _, grads = mpjax.value_and_grad(loss_under("fp16"), opt_state)(w, x)
+    _, grads = jax.value_and_grad(mpjax.scaled(loss_under("fp16"), opt_state))(w, x)
     return tx.update(grads, opt_state, w)[0]
 
   gradient, said = jax.grad(loss_under("fp16")), "Float16 gradients without a loss scale"

@@ -53,7 +53,7 @@ def test_a_root_of_zero_behind_a_where_is_skipped_and_named():
   x = jnp.asarray([1.0, 0.0, 4.0])
   tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(8))
   state = tx.init(x)
-  loss, grads = mpjax.value_and_grad(loss_fn, state)(x)
+  loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, state))(x)
   assert loss == 3
   assert jnp.isnan(grads).tolist() == [False, True, False]
   updates, state = tx.update(grads, state, x)
@@ -86,12 +86,14 @@ def test_a_gradient_that_fits_at_no_scale_is_the_values_own():
 @pytest.mark.parametrize(("least", "finite_at"), [(1e4, 4096), (4e4, None)])
 def test_a_scale_is_proposed_only_if_all_is_finite_there(least, finite_at):
   def step(w, opt_state):
-    loss = lambda w: jnp.sum(w * jnp.float16(8)).astype(jnp.float32)  # noqa: E731
-    value, gradient = mpjax.value_and_grad(loss, opt_state)(w)
-    return value, jnp.log(gradient.astype(jnp.float32) - least)  # NaN at small scales.
+    half = lambda w: w.astype(jnp.float16) * jnp.float16(8)  # noqa: E731
+    loss = lambda w: jnp.sum(half(w).astype(jnp.float32))  # noqa: E731
+    results = jax.value_and_grad(mpjax.scaled(loss, opt_state))(w)
+    scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
+    return results, jnp.log(8 * scale - least)  # NaN at small scales.
 
-  w = jnp.ones(2, jnp.float16)
-  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(w.astype(jnp.float32))
+  w = jnp.ones(2)
+  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(w)
   found = mpjax.find_nonfinite(step)(w, mpjax.states.set_loss_scale(opt_state, 2.0**14))
   assert (found.operation, found.direction, found.loss_scale) == ("mul", "backward", 2**14)
   assert found.finite_at == finite_at
@@ -129,7 +131,7 @@ def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())(w, x)
 
   def step(w, opt_state, x):
-    _, grads = mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+    _, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(w, x)
     return tx.update(grads, opt_state, w)
 
   w, x = jnp.ones(()), jnp.full(2, 256, jnp.float16)

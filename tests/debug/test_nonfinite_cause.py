@@ -133,7 +133,7 @@ def test_a_dynamic_scale_gets_to_the_scale_that_a_report_names_by_itself():
 
   def step(w, opt_state):
     loss_fn = lambda w: jnp.sum(w.astype("float16") * 8).astype("float32")  # noqa: E731
-    _, grads = mpjax.value_and_grad(loss_fn, opt_state)(w)
+    _, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(w)
     updates, opt_state = tx.update(grads, opt_state, w)
     return optax.apply_updates(w, updates), opt_state
 

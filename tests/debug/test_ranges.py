@@ -130,7 +130,7 @@ def test_a_training_step_with_a_loss_scale():
     def loss(variables):
       return 1e-6 * jnp.mean(model.apply(variables, x) ** 2)
 
-    _, grads = mpjax.value_and_grad(loss, opt_state)(variables)
+    _, grads = jax.value_and_grad(mpjax.scaled(loss, opt_state))(variables)
     updates, opt_state = tx.update(grads, opt_state, variables)
     return optax.apply_updates(variables, updates), opt_state
 
@@ -178,7 +178,7 @@ def test_moments_are_optimizer_state_in_any_argument():
 
   def step(params, opt_state, ema, batch):
     loss = lambda params: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)  # noqa: E731
-    _, grads = mpjax.value_and_grad(loss, opt_state)(params)
+    _, grads = jax.value_and_grad(mpjax.scaled(loss, opt_state))(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     params = optax.apply_updates(params, updates)
     return params, opt_state, optax.incremental_update(params, ema, 0.1)
@@ -332,7 +332,7 @@ def test_the_gradient_of_a_loss_with_aux_and_integers():
 def scaled_step(tx):
   def step(params, opt_state, x):
     loss_fn = mpjax.autocast(lambda p: jnp.mean((x @ p["w"]) ** 2), "mixed_float16")
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
+    loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
@@ -395,7 +395,7 @@ def test_the_scale_that_is_proposed_after_an_overflow_ends_the_skips(size, scale
 
     def step(params, opt_state):
       loss_fn = mpjax.autocast(lambda p: jnp.mean(x @ p["w"]), "mixed_float16")
-      _, grads = mpjax.value_and_grad(loss_fn, opt_state)(params)
+      _, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)
       updates, opt_state = tx.update(grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state
 
@@ -419,7 +419,7 @@ def test_an_overflow_at_every_scale_is_not_that_of_the_scale():
     def loss_fn(w):
       return jnp.inf * jnp.sum((x @ w.astype(x.dtype)).astype(jnp.float32))
 
-    return mpjax.value_and_grad(loss_fn, opt_state)(w)[1]
+    return jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(w)[1]
 
   w = jnp.ones((2, 2))
   report = mpjax.ranges(gradient)(w, tx.init(w), jnp.ones((1, 2), jnp.float16))

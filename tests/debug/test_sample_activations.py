@@ -81,7 +81,7 @@ def test_find_nonfinite_takes_no_headroom_for_the_fault(wrong):
 
   def step(w, opt_state, x):
     opt_state = mpjax.sample_activations(loss_fn, opt_state)(w, x)
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(w, x)
+    loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(w, x)
     return tx.update(grads, opt_state, w), loss
 
   w = jnp.ones(3)
@@ -283,7 +283,7 @@ def step_of(tx, sampled):
   def step(params, opt_state, x):
     if sampled:
       opt_state = mpjax.sample_activations(loss_fn, opt_state)(params, x)
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, x)
+    loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params, x)
     updates, opt_state = tx.update(grads, opt_state, params)
     return mpjax.apply_updates(params, updates, opt_state), opt_state, loss
 

@@ -59,7 +59,7 @@ def micro_step(k, dtype):
   x, y, w = data()
 
   def step(w, state, x, y, poison):
-    grads = mpjax.value_and_grad(loss, state)(w, x, y, dtype)[1] + poison
+    grads = jax.value_and_grad(mpjax.scaled(loss, state))(w, x, y, dtype)[1] + poison
     updates, state = tx.update(grads, state, w)
     return optax.apply_updates(w, updates), state
 

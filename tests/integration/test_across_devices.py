@@ -244,7 +244,9 @@ def test_a_loop_by_hand_takes_the_same_gradient(devices):
     params, opt_state = state
     local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
     zero = jax.lax.pcast(0.0, "data", to="varying")
-    value, grads = mpjax.value_and_grad(lambda p: fun(p, batch) + zero, opt_state)(local)
+    value, grads = jax.value_and_grad(mpjax.scaled(lambda p: fun(p, batch) + zero, opt_state))(
+      local
+    )
     grads = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data"), grads)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), jax.lax.pmean(value, "data")

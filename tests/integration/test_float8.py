@@ -197,7 +197,7 @@ def test_a_step_with_an_inf_is_skipped(bad):
   @jax.jit
   def step(params, state, x):
     loss_fn = lambda params: jnp.mean((model.apply(params, x) - x) ** 2)  # noqa: E731
-    _, grads = mpjax.value_and_grad(loss_fn, state)(params)
+    _, grads = jax.value_and_grad(mpjax.scaled(loss_fn, state))(params)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -318,7 +318,7 @@ def test_float8_statistics_are_not_given_to_the_optimizer(name):
 def test_the_train_state_of_flax_keeps_them_apart_by_itself():
   tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(2.0**10))
   state = TrainState.create(apply_fn=FP8.apply, params=variables(), tx=tx)
-  grads = mpjax.value_and_grad(loss, state.opt_state)(state.params, BATCH)[1]
+  grads = jax.value_and_grad(mpjax.scaled(loss, state.opt_state))(state.params, BATCH)[1]
   new = state.apply_gradients(grads=grads)
   assert bits(new.params[OWG]) == bits(grads[OWG])
   assert bits(new.params["params"]) != bits(state.params["params"])
@@ -331,7 +331,7 @@ def test_the_way_out_takes_them_over_and_a_skipped_step_does_not():
 
   @jax.jit
   def step(old, opt_state, batch):
-    grads = mpjax.value_and_grad(loss, opt_state)(old, batch)[1]
+    grads = jax.value_and_grad(mpjax.scaled(loss, opt_state))(old, batch)[1]
     updates, opt_state = tx.update(grads["params"], opt_state, old["params"])
     taken = mpjax.keep_if_skipped(opt_state, grads[OWG], old[OWG])
     return {"params": optax.apply_updates(old["params"], updates), OWG: taken}, opt_state, grads

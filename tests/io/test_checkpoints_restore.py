@@ -291,7 +291,7 @@ def begun_nnx(seed):
 
 def step_nnx(model, optimizer):
   loss_fn = lambda model: jnp.sum(model(jnp.ones((3, 2))) ** 2)  # noqa: E731
-  _, grads = mpjax.value_and_grad(loss_fn, optimizer)(model)
+  _, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model)
   optimizer.update(model, grads)
 
 

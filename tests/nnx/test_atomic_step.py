@@ -39,7 +39,7 @@ def training(inner=ADAM):
 
 
 def plain_step(model, optimizer, x):
-  loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
+  loss, grads = nnx.value_and_grad(mpjax.scaled(lambda m: jnp.mean(m(x) ** 2), optimizer))(model)
   optimizer.update(model, grads)
   return loss
 
@@ -189,7 +189,7 @@ def step_that(write):
   def step(model, optimizer, k):
     write(model)
     loss_fn = lambda m: jnp.sum(m.w.get_raw_value() ** 2) * k  # noqa: E731
-    optimizer.update(model, mpjax.value_and_grad(loss_fn, optimizer)(model)[1])
+    optimizer.update(model, nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model)[1])
 
   return step
 

@@ -95,7 +95,7 @@ def test_the_loss_that_an_optimizer_reads_is_the_mean_over_the_window(inner):
   for losses in ((10.0, np.nan, 2.0), (1.0, 5.0), (8.0, 6.0)):
     for value in losses:
       loss = jnp.asarray(value, jnp.float16)  # A bad micro-batch leaves no trace in the sum either.
-      updates, state = update(jnp.full(2, 80.0), state, params, value=loss, loss=loss)
+      updates, state = update(jnp.full(2, 10.0), state, params, value=loss, loss=loss)
     mean = jnp.float32(np.nanmean(losses))
     expected, plain = control(jnp.full(2, 10.0), plain, params, value=mean)
     np.testing.assert_array_equal(updates, expected)

@@ -63,7 +63,7 @@ def check(inner, gradients, dtype=F32, loss=loss_fn, params=PARAMS, *config):
 
 
 def right(params, opt_state, batch, loss_fn):
-  return mpjax.value_and_grad(loss_fn, opt_state)(params, batch)
+  return jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params, batch)
 
 
 def never(params, opt_state, batch, loss_fn):
@@ -87,7 +87,7 @@ def scaled_twice(params, opt_state, batch, loss_fn):
   def scaled(params, batch):
     return scale * loss_fn(params, batch)
 
-  return mpjax.value_and_grad(scaled, opt_state)(params, batch)
+  return jax.value_and_grad(mpjax.scaled(scaled, opt_state))(params, batch)
 
 
 INCONCLUSIVE = r"check_loss_scaling\(step\): expected a step whose gradients.* change .*, got "
@@ -165,7 +165,7 @@ def squared(params, opt_state, batch, loss_fn):
     inner = lambda x: scale * loss_fn(params, (x, batch[1]))  # noqa: E731
     return loss_fn(params, batch) + jnp.mean(jax.grad(inner)(batch[0]) ** 2)
 
-  return mpjax.value_and_grad(penalised, opt_state)(params, batch)
+  return jax.value_and_grad(mpjax.scaled(penalised, opt_state))(params, batch)
 
 
 def named(got):
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_scaled_beside_one_in_float16():
       return lambda p: jnp.mean((p.astype(dtype) * x.astype(dtype)).astype(jnp.float32) ** 2)
 
     grads = {
-      name: mpjax.value_and_grad(loss_in(dtype), opt_state, name=name)(params)[1]
+      name: jax.value_and_grad(mpjax.scaled(loss_in(dtype), opt_state, name=name))(params)[1]
       for name, dtype in (("a", jnp.float32), ("b", jnp.float16))
     }
     updates, opt_state = tx.update(grads, opt_state, params)
@@ -267,13 +267,13 @@ def test_the_name_of_another_loss():
 
   def step(names, params, opt_state):
     square = lambda x: jnp.sum(x.astype(F16).astype(F32) ** 2)  # noqa: E731
-    grad = lambda name: mpjax.value_and_grad(square, opt_state, name=name)  # noqa: E731
+    grad = lambda name: jax.value_and_grad(mpjax.scaled(square, opt_state, name=name))  # noqa: E731
     grads = {k: grad(name)(params[k])[1] for k, name in names.items()}
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   mpjax.check_loss_scaling(functools.partial(step, {"c": "c", "g": "g"}))(params, tx.init(params))
-  fix = "mpjax.value_and_grad(loss_fn, opt_state, name='c'), "
+  fix = "jax.value_and_grad(mpjax.scaled(loss_fn, opt_state, name='c')), "
   with refused(ValueError, WHERE, "['c'] to be the same at every", "gradients", fix):
     mpjax.check_loss_scaling(functools.partial(step, {"c": "g", "g": "g"}))(params, tx.init(params))
 
@@ -545,7 +545,7 @@ def test_a_step_of_nnx_that_writes_to_its_optimizer(kind):
       return jnp.mean((other or model)(x) ** 2)
 
     plain = kind in ("never scaled", "no update")
-    scaled = mpjax.value_and_grad(loss_fn, optimizer)
+    scaled = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))
     loss, grads = (nnx.value_and_grad(loss_fn) if plain else scaled)(model)
     if kind == "unscaled twice":
       grads = mpjax.unscale(grads, optimizer)
@@ -610,7 +610,7 @@ def test_what_a_skipped_step_changes_in_a_state_that_is_returned(guarded):
   optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
 
   def update(model, optimizer, x):
-    _, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 4), optimizer)(model)
+    _, grads = nnx.value_and_grad(mpjax.scaled(lambda m: jnp.mean(m(x) ** 4), optimizer))(model)
     optimizer.update(model, grads)
 
   @jax.jit
@@ -644,7 +644,9 @@ def test_a_step_that_tries_again_may_count_how_often():
   def step(params, opt_state, rows):
     def attempt(carry):
       params, opt_state, tries = carry
-      grads = mpjax.value_and_grad(lambda params: jnp.sum(params**2), opt_state)(params)[1]
+      grads = jax.value_and_grad(mpjax.scaled(lambda params: jnp.sum(params**2), opt_state))(
+        params
+      )[1]
       updates, opt_state = tx.update(grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state, tries + 1
 
@@ -731,7 +733,9 @@ def test_a_step_from_a_state_of_nnx_to_the_next():
 
   def step(state, clip=False):
     model, optimizer = nnx.merge(graph, state, copy=True)
-    grad_fn = mpjax.value_and_grad(lambda m: jnp.mean(m(jnp.ones((2, 4))) ** 2), optimizer)
+    grad_fn = nnx.value_and_grad(
+      mpjax.scaled(lambda m: jnp.mean(m(jnp.ones((2, 4))) ** 2), optimizer)
+    )
     _, grads = grad_fn(model)
     grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads) if clip else grads
     optimizer.update(model, grads)
@@ -756,7 +760,7 @@ def penalised_by(grad):
 
 
 def per_example(params, opt_state, batch, loss_fn):
-  loss_and_grads = mpjax.value_and_grad(loss_fn, opt_state)
+  loss_and_grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))
   losses, grads = jax.vmap(lambda x: loss_and_grads(params, (x[None], None)))(batch[0])
   return jnp.mean(losses), jax.tree.map(lambda g: jnp.mean(g, 0), grads)
 
@@ -798,7 +802,7 @@ def test_parameters_may_be_called_loss_scale():
 
 def test_tied_variables_of_nnx_and_counts_of_random_numbers():
   def step(model, optimizer, x):
-    loss, grads = mpjax.value_and_grad(lambda m: jnp.mean(m(x) ** 2), optimizer)(model)
+    loss, grads = nnx.value_and_grad(mpjax.scaled(lambda m: jnp.mean(m(x) ** 2), optimizer))(model)
     optimizer.update(model, grads)
     return loss
 

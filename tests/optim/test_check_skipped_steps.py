@@ -221,7 +221,7 @@ def test_a_damaged_scale_that_is_set_anew_is_none():
 def test_find_nonfinite_shows_where_skipped_steps_begin():
   def step(params, state):
     loss_fn = lambda p: jnp.sum(jnp.log(p["w"] - 1))  # noqa: E731
-    loss, grads = mpjax.value_and_grad(loss_fn, state)(params)
+    loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, state))(params)
     return loss, ADAM.update(grads, state, params)[1]
 
   params = {"w": PARAMS["w"]}

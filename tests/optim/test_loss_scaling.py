@@ -1,4 +1,4 @@
-"""The wrapper step by step: what is unscaled, checked, skipped, passed on and refused."""
+"""The wrapper step by step: what is checked, skipped, passed on and refused."""
 
 import functools
 import itertools
@@ -90,10 +90,6 @@ def test_what_counts_as_bad():
     skipped.append((metric(rig.state, "skipped"), metric(rig.state, "consecutive_skips")))
   # 3e38 is finite although its square and its sum are not.
   assert skipped == [(0, 0), (1, 1), (2, 2), (3, 3), (3, 0), (3, 0)]
-  # But not where it overflows when it is divided.
-  tx = mpjax.loss_scaling(SGD, mpjax.DynamicLossScale(init_scale=0.25, min_scale=0.25))
-  _, state = tx.update(jnp.asarray([2e38]), tx.init(jnp.ones(1)))
-  assert not metric(state, "finite")
 
 
 def test_without_scaling_nothing_is_added():
@@ -104,20 +100,28 @@ def test_without_scaling_nothing_is_added():
   assert str(found) == str(jax.make_jaxpr(CLIPPED.update)(PARAMS, plain, PARAMS))
 
 
-def test_clipping_does_not_depend_on_the_scale():
-  results, grads = [], gradients(np.random.default_rng(3), scale=10.0)
-  for scale in (1.0, 2.0**8, 2.0**20):
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    rig = Rig(mpjax.loss_scaling(inner, mpjax.StaticLossScale(scale)), PARAMS)
-    updates = rig.step(times(grads, scale))
-    np.testing.assert_allclose(optax.tree.norm(updates), 1.0, rtol=1e-6)
-    results.append(bits(rig.params))
-    # PyTorch's other order: clip the scaled gradients at max_norm times the scale.
-    clip = optax.clip_by_global_norm(scale)
-    clipped, _ = clip.update(times(grads, scale), clip.init(PARAMS))
-    for name, update in updates.items():
-      np.testing.assert_allclose(update, -clipped[name] / scale, rtol=1e-6)
-  assert results[0] == results[1] == results[2]
+FROZEN = optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+WITHOUT_STATE = {
+  "clip": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+  "clip of elements": lambda tx: optax.named_chain(("clip", optax.clip(0.5)), ("tx", tx)),
+  "decay": lambda tx: optax.chain(optax.add_decayed_weights(0.1), tx, optax.scale(0.5)),
+  "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True, "b": False}), FROZEN),
+}
+
+
+@pytest.mark.parametrize("around", WITHOUT_STATE)
+def test_what_has_no_state_may_be_around(around):
+  wrap, plain = WITHOUT_STATE[around], optax.adam(0.1)
+  rig, control = (Rig(wrap(tx), PARAMS) for tx in (mpjax.loss_scaling(plain), plain))
+  rng = np.random.default_rng(3)
+  for skip in (False, True, False):
+    grads = gradients(rng, scale=10.0)
+    # An overflow leaves `mpjax.scaled` as NaN, which no clip turns into a number.
+    rig.step(times(grads, jnp.nan) if skip else grads)
+    assert metric(rig.state, "finite") == (not skip)
+    if not skip:
+      control.step(grads)
+    assert_bit_equal(rig.params, control.params)
 
 
 def test_updates_that_are_not_finite():
@@ -128,7 +132,7 @@ def test_updates_that_are_not_finite():
   unchecked = Rig(mpjax.loss_scaling(inner, config), PARAMS)
   for big in (0.5, 1.5, 0.25, 2.0, 1.5, np.inf):
     before = rig.params, rig.state.inner_state
-    grads = {"w": jnp.asarray([0.0, big * oracle.scale, 0.0]), "b": jnp.asarray(0.0)}
+    grads = {"w": jnp.asarray([0.0, big, 0.0]), "b": jnp.asarray(0.0)}
     rig.step(grads)
     bad = metric(rig.state, "bad_updates") > oracle.bad_updates
     oracle.step(bool(np.isfinite(big)), not bad)
@@ -190,12 +194,9 @@ def test_momentum_is_exact_while_the_scale_changes_every_step():
   for i in range(10):
     plain = gradients(rng)
     assert metric(rig.state, "loss_scale") == expected
-    scaled = times(plain, expected)
-    if i == skipped:
-      scaled["b"] = jnp.asarray(jnp.inf)
-    else:
+    if i != skipped:
       control.step(plain)
-    rig.step(scaled)
+    rig.step(plain | {"b": jnp.asarray(jnp.nan)} if i == skipped else plain)
     expected *= 0.5 if i == skipped else 2
     assert_bit_equal((rig.params, rig.state.inner_state), (control.params, control.state))
 
@@ -230,7 +231,7 @@ def test_one_bad_element_anywhere_in_mixed_dtypes():
   updates, after = update(jax.tree.map(lambda *x: np.stack(x), *members), tx.init(clean))
   found = mpjax.loss_scaling_metrics(after)["finite"]
   assert [what for what, finite in zip(told, found, strict=True) if finite] == ["clean"]
-  assert all(np.all(np.asarray(leaf[0]) == 0.25) for leaf in jax.tree.leaves(updates))
+  assert all(np.all(np.asarray(leaf[0]) == 1) for leaf in jax.tree.leaves(updates))
   # Rows of an embedding are summed before the check.
   table = jnp.zeros((3, 2), jnp.float16)
   tx = mpjax.loss_scaling(SGD, mpjax.SkipNonfinite())
@@ -266,23 +267,20 @@ def test_under_the_debugging_flags(set_flag, flag):
 
 
 def test_order_of_operations():
-  # Unscale, check, clip, optimizer, check of updates, selection; nothing before the division.
+  # Check, clip, optimizer, check of updates, selection; nothing before the first check.
   inner = optax.chain(optax.clip(0.5), optax.scale_by_learning_rate(0.125))
   tx = mpjax.loss_scaling(inner, STATIC4, check_updates=True)
   jaxpr = jax.make_jaxpr(tx.update)(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
   # Where a step is skipped there are constants alone.
-  on_the_way = [
-    eqn
+  names = [
+    eqn.primitive.name
     for eqn, _ in equations(jaxpr)
     if eqn.outvars[0].aval.shape == (3,) and eqn.primitive.name != "broadcast_in_dim"
   ]
-  # What is checked is the quotient; the optimizer reads one that is computed beside it: once for
-  # updates that are only looked at, and in the branch for those that are applied.
-  inner = ["div", "max", "min", "mul"]
-  names = [eqn.primitive.name for eqn in on_the_way]
-  assert names == ["div", "is_finite", *inner, "is_finite", *inner, "select_n"]
-  first, second, *_ = on_the_way
-  assert second.invars == first.outvars
+  # The optimizer runs once for updates that are only looked at, and in the branch for those that
+  # are applied.
+  inner = ["max", "min", "mul"]
+  assert names == ["is_finite", *inner, "is_finite", *inner, "select_n"]
 
 
 def test_nesting_is_refused():
@@ -353,26 +351,11 @@ def test_an_axis_that_is_not_bound(devices, name):
       jax.eval_shape(call, PARAMS, tx.init(PARAMS))
 
 
-@pytest.mark.parametrize("config", [STATIC4, {"a": STATIC4}, {"a": OFF, "b": OFF}], ids=str)
-def test_a_function_that_computes_gradients_is_refused(config):
-  # What it returns was taken for unscaled gradients: steps four times too large.
-  tx = mpjax.loss_scaling(SGD, config)
-  grads = dict.fromkeys(config, PARAMS) if isinstance(config, dict) else PARAMS
-  where, got = f"{WHERE}.update(grad_fn)", "those of the scaled loss"
-  with refused(TypeError, where, "takes gradients", got, "opaque_mode=False"):
-    tx.update(grads, tx.init(PARAMS), PARAMS, grad_fn=lambda params, step: params)
-
-
 # Several losses: gradients and configurations that are refused
 
 
 SEVERAL = {"scaled": {"a": DYNAMIC, "b": STATIC4}, "unscaled": {"a": OFF, "b": OFF}}
-NOT_BY_NAME = [
-  (PARAMS, "one with ['b', 'w']"),
-  ({"a": PARAMS, 1: PARAMS}, "one with ['1', 'a']"),
-  ([PARAMS, PARAMS], "list"),
-  (None, "NoneType"),
-]
+NOT_BY_NAME = [({"a": PARAMS, 1: PARAMS}, "one with ['1', 'a']"), ({}, "one with []")]
 
 
 def test_gradients_and_losses_come_by_name():
@@ -380,14 +363,32 @@ def test_gradients_and_losses_come_by_name():
   both = itertools.product(SEVERAL.values(), ("updates", "grad"))
   for several, argument in [*both, (SEVERAL["scaled"], "loss")]:
     tx = mpjax.loss_scaling(SGD, several)
-    for tree, got in NOT_BY_NAME[: -1 if argument == "loss" else None]:
+    for tree, got in NOT_BY_NAME:
       given = {"updates": {"a": PARAMS, "b": PARAMS}, argument: tree}
-      expected, fix = "a dict with one entry for each loss, ['a', 'b']", "{name: gradients, ...}"
+      expected = "a dict with one entry for each loss, ['a', 'b']"
+      fix = "{name: gradients, ...}, or their sum"
       with refused(ValueError, f"{WHERE}.update({argument})", expected, got, fix):
         tx.update(state=tx.init(PARAMS), params=PARAMS, **given)
   tx = mpjax.loss_scaling(SGD, SEVERAL["unscaled"])
   for tree, _ in NOT_BY_NAME:
     tx.update({"a": PARAMS, "b": PARAMS}, tx.init(PARAMS), PARAMS, loss=tree)
+
+
+@pytest.mark.parametrize("bad", [None, "gradient", "loss"])
+def test_the_gradient_of_a_sum_of_losses_counts_for_each_of_them(bad):
+  # The names of the losses are those of the parameters too: the tree decides.
+  params = {"a": PARAMS, "b": PARAMS}
+  tx = mpjax.loss_scaling(SGD, {"a": DYNAMIC, "b": mpjax.DynamicLossScale(init_scale=4)})
+  grads = jax.tree.map(lambda p: p * jnp.nan if bad == "gradient" else p, params)
+  loss = jnp.inf if bad == "loss" else 1.0
+  updates, state = tx.update(grads, tx.init(params), params, loss=loss)
+  applied, _ = SGD.update(grads, SGD.init(params), params)
+  nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
+  assert_bit_equal(updates, applied if bad is None else nothing)
+  scales = [mpjax.loss_scaling_metrics(state, name=name) for name in "ab"]
+  expected = [2.0**15, 4] if bad is None else [2.0**14, 2]
+  assert [float(scale["loss_scale"]) for scale in scales] == expected
+  assert [bool(scale["finite"]) for scale in scales] == [bad is None] * 2
 
 
 def test_configurations_of_several_losses():
@@ -405,7 +406,7 @@ def test_configurations_of_several_losses():
   for loss_scale, name in (({}, None), (mixed, None), ({"a": DYNAMIC}, "x"), ({"a": OFF}, "x")):
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
     got = f"{loss_scale!r} and name={name!r}"
-    fix = "SkipNonfinite() leaves one of several losses unscaled"
+    fix = "SkipNonfinite() gives one of several losses no scale"
     with refused(ValueError, "mpjax.loss_scaling(loss_scale)", expected, got, fix):
       mpjax.loss_scaling(SGD, loss_scale, name=name)
 

@@ -78,7 +78,7 @@ def test_masters_lose_nothing():
   params = {"w": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3)}
   grads = {"w": jnp.asarray([1e-4, 0.5, 0.0]), "norm": jnp.asarray([1e-4, 1e-9, 0.0])}
   tx = mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0))))
-  _, state = jax.jit(tx.update)(jax.tree.map(lambda g: g * 2.0**15, grads), tx.init(params), params)
+  _, state = jax.jit(tx.update)(grads, tx.init(params), params)
   assert (counts_of(state, "w"), counts_of(state, "norm")) == ([3, 1, 1, 0], [3, 1, 2, 1])
 
 
@@ -113,7 +113,9 @@ def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update()
   model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1)))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  _, grads = mpjax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((1, 3)))), optimizer)(model)
+  _, grads = nnx.value_and_grad(mpjax.scaled(lambda m: jnp.sum(m(jnp.ones((1, 3)))), optimizer))(
+    model
+  )
   optimizer.update(model, grads)
   params = nnx.state(model, nnx.Param)  # And in their variables.
   _, state = tx.update(params, tx.init(params), params)

@@ -39,7 +39,10 @@ def test_an_optimizer_that_did_not_make_the_state():
 
 @pytest.mark.standard_promotion
 def test_optimizers_that_evaluate_the_loss_themselves():
-  where, fix = "mpjax.make_train_step(tx): tx.update", "in a loop of your own: mpjax.value_and_grad"
+  where, fix = (
+    "mpjax.make_train_step(tx): tx.update",
+    "in a loop of your own: jax.value_and_grad(mpjax.scaled(",
+  )
   expected = "an optimizer that needs the parameters, the gradients of the mean loss and value="
   for inner, got in (
     (optax.lbfgs(), "missing 2 required keyword-only arguments"),

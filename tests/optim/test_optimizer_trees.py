@@ -54,7 +54,7 @@ def test_hidden_leaves_come_through_untouched(config):
   assert len(jax.tree.leaves(state.inner_state)) == 1, "the momentum of w"
   fun = lambda p: jnp.sum(p["w"]) * jnp.sum(p["n"])  # noqa: E731
   for _ in range(2):
-    _, grads = mpjax.value_and_grad(fun, state, allow_int=True)(params)
+    _, grads = jax.value_and_grad(mpjax.scaled(fun, state), allow_int=True)(params)
     assert grads["n"].dtype == jax.dtypes.float0
     grads |= dict.fromkeys(without_gradient)
     updates, state = jax.jit(tx.update)(grads, state, params | without_gradient)
@@ -73,7 +73,7 @@ def test_without_parameters_hidden_gradients_are_passed_through():
   grads |= {"nothing": np.zeros(2, jax.dtypes.float0), "key": jax.random.key(0)}
   updates, _ = tx.update(grads, tx.init(grads))
   assert all(updates[name] is grads[name] for name in ("indices", "nothing", "key"))
-  assert updates["values"].tolist() == [-2.0, -0.5]
+  assert updates["values"].tolist() == [-8.0, -2.0]
 
 
 def test_parameters_that_are_none_or_keys_and_one_whose_gradient_is_zero():
@@ -102,7 +102,7 @@ def test_gradients_of_another_dtype_are_float32_before_inner_sees_them():
   tx = mpjax.loss_scaling(optax.scale(1 + 2.0**-10), mpjax.StaticLossScale(2))
   w = jnp.asarray(2.0)
   state = tx.init(w)
-  _, grads = mpjax.value_and_grad(cube, state)(w)
+  _, grads = jax.value_and_grad(mpjax.scaled(cube, state))(w)
   assert grads.dtype == jnp.bfloat16
   updates, _ = tx.update(grads, state, w)
   assert updates == 12 * (1 + 2.0**-10), "in bfloat16 it would be 12"

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax._optim.scaled import scale_value_p
 from tests.errors import refused
 from tests.programs import assert_bit_equal, operations
 
@@ -137,12 +138,46 @@ def test_gradients_that_float16_rounds_to_zero():
     assert np.abs(lost[name] - grads).max() > 0.05 * np.abs(grads).max()
 
 
-def test_an_overflow_arrives_as_no_number():
-  def fun(x):
-    return jnp.sum((x.astype(jnp.float16) * 1000).astype(jnp.float32))
+OVERFLOWS = {
+  "in the backward pass": (2.0**10, lambda x: (x.astype(jnp.float16) * 1000).astype(jnp.float32)),
+  "in the division": (2.0**-2, lambda x: x * 2e38 + x * 2e38),
+}
 
-  assert jax.grad(mpjax.scaled(fun, 2.0**10))(jnp.ones(2)).tolist() == [np.inf] * 2
-  assert jax.grad(mpjax.scaled(fun, 1.0))(jnp.ones(2)).tolist() == [1000, 1000]
+
+@pytest.mark.parametrize("where", OVERFLOWS)
+def test_an_overflow_arrives_as_nan(where):
+  # A clip would turn an inf into a number.
+  scale, fun = OVERFLOWS[where]
+  found = jax.grad(mpjax.scaled(lambda x: jnp.sum(fun(x)), scale))(jnp.ones(2))
+  assert np.isnan(found).all()
+
+
+@pytest.mark.parametrize("exponent", [126, -126, 125, -125, 120, -120, 15])
+def test_the_division_at_the_hard_limits(exponent):
+  # The cotangent is scaled last, so that the scale meets the gradient itself. Complex parts alike.
+  x = np.asarray([1.5, -0.75], np.float32)
+  scale = np.float32(2.0) ** np.float32(exponent)
+  # 0.75 at 2^126 is 1.5 * 2^-127: the one subnormal, which XLA flushes.
+  expected = np.where(np.abs(x / scale) < np.finfo(np.float32).tiny, 0, x / scale)
+  bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+  divided = functools.partial(scale_value_p.bind, divide=True)
+  np.testing.assert_array_equal(divided(jnp.asarray(x), bits), expected)
+  found = divided(jax.lax.complex(x, x[::-1]), bits)
+  np.testing.assert_array_equal([found.real, found.imag], [expected, expected[::-1]])
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e5, 0.7])
+def test_another_scale_than_a_power_of_two_is_within_one_ulp(scale):
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=4096) * 2.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
+  found = jax.grad(mpjax.scaled(lambda w: jnp.sum(w * x), scale))(jnp.ones(4096))
+  assert np.all(np.abs(found - x) <= np.spacing(np.abs(x)))
+
+
+def test_float64_stays_float64(set_flag):
+  set_flag("jax_enable_x64", True)
+  grad = jax.grad(mpjax.scaled(jnp.sin, 3.0))(jnp.asarray(1 / 3))
+  assert (grad.dtype, grad) == (jnp.float64, pytest.approx(np.cos(1 / 3), rel=1e-15))
 
 
 def test_complex_arguments_and_results():

@@ -21,7 +21,7 @@ def update(w, opt_state):
   def loss_fn(w):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(w))
 
-  grads = mpjax.value_and_grad(loss_fn, opt_state)(w)[1]
+  grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(w)[1]
   updates, opt_state = TX.update(grads, opt_state, w)
   return optax.apply_updates(w, updates), opt_state
 
@@ -75,7 +75,9 @@ def test_new_versions_are_in_the_variables_or_in_a_returned_state(jit):
 
   @jit
   def step(model, optimizer):
-    grads = mpjax.value_and_grad(lambda model: jnp.sum(model(W) ** 2), optimizer)(model)[1]
+    grads = nnx.value_and_grad(mpjax.scaled(lambda model: jnp.sum(model(W) ** 2), optimizer))(
+      model
+    )[1]
     optimizer.update(model, grads)
     return nnx.state((model, optimizer))
 

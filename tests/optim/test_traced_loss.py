@@ -27,7 +27,7 @@ def test_what_a_loss_function_may_not_return():
     where, fix = "mpjax.make_train_step(loss_fn)", "Return (loss, ((), {}))"
     with refused(TypeError, where, "(loss, (model_state, metrics))", got, fix):
       gradients(returning(out), jnp.zeros(2))
-  where, got = "mpjax.value_and_grad(fun): the loss", "an array of shape (2,)"
+  where, got = "mpjax.make_train_step(loss_fn): the loss", "an array of shape (2,)"
   with refused(ValueError, where, "a floating scalar", got, "jnp.mean(losses)"):
     gradients(loss_of(lambda params, batch: batch), jnp.zeros(2))
   # What JAX does not take, or takes as no result, in front of the state's.

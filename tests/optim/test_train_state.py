@@ -123,7 +123,7 @@ def test_the_scale_has_to_cover_the_entire_optimizer_of_one_loss():
   two_losses = mpjax.loss_scaling(sgd, {"a": static, "b": static})
   inside, outermost = "loss scale(s) inside of a", "Write mpjax.loss_scaling(optax.chain(...))"
   for tx, got, fix in (
-    (two_losses, "2 loss scale(s)", "mpjax.value_and_grad(..., name=...)"),
+    (two_losses, "2 loss scale(s)", "mpjax.scaled(..., name=...)"),
     (optax.chain(scaled["a"], optax.add_decayed_weights(-0.1)), inside, outermost),
     (optax.multi_transform({"a": scaled["a"], "b": sgd}, labels), inside, outermost),
     (optax.multi_transform(scaled, labels), inside, outermost),

@@ -55,7 +55,7 @@ REFUSED = {
   ),
   "two loss scales": (
     lambda: of_optimizer(TWO),
-    (TypeError, STEP, ONE_LOSS, "2 loss scale(s) inside of a LossScalingState", "value_and_grad"),
+    (TypeError, STEP, ONE_LOSS, "2 loss scale(s) inside of a LossScalingState", "mpjax.scaled"),
   ),
   "an average without a decay": (
     lambda: step_with()(create(SGD, ema=True), BATCH),

@@ -11,6 +11,7 @@ import pytest
 import mpjax
 from mpjax._core.errors import kind_of
 from tests.errors import refused
+from tests.programs import assert_bit_equal
 
 PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
 WRAPPERS = {
@@ -163,8 +164,8 @@ def test_extra_arguments_reach_an_update_that_names_them_through_all_wrappers(sc
   # A plain transformation may take any too: MultiSteps does.
   seen, params = {}, jnp.ones(2)
 
-  def names(updates, state, params=None, *, grads_finite, loss_scale, value, loss):
-    seen.update(flag=bool(grads_finite), scale=float(loss_scale), value=float(value), loss=loss)
+  def names(updates, state, params=None, *, value, loss):
+    seen.update(value=float(value), loss=loss)
     return updates, state
 
   def takes_any(updates, state, params=None, *, other, **extra_args):
@@ -174,12 +175,31 @@ def test_extra_arguments_reach_an_update_that_names_them_through_all_wrappers(sc
     inner = mpjax.master_weights(kind(optax.trace(0.9).init, update))
     inner = mpjax.accumulate_gradients(mpjax.state_dtype(inner, mu="bfloat16"), 1)
     tx = mpjax.monitor(mpjax.loss_scaling(optax.chain(optax.identity(), inner), scale))
-    state = tx.init(params)
-    for grads, *expected in ((params, True, 8.0), (params * jnp.nan, False, 16.0)):
-      _, state = tx.update(grads, state, params, value=3.0, loss=2.0, other="other")
-      # The flag and the scale of these very gradients.
-      expected = expected if scale is GROWING else [True, 1.0]
-      assert list(seen.values()) == [*expected, 3.0, loss]
+    tx.update(params, tx.init(params), params, value=3.0, loss=2.0, other="other")
+    assert list(seen.values()) == [3.0, loss]
+
+
+SAM = {
+  "alone": lambda sam: sam,
+  "in a chain": lambda sam: optax.chain(optax.clip_by_global_norm(1.0), sam),
+  "masked": lambda sam: optax.masked(sam, True),
+  "in a window": lambda sam: mpjax.accumulate_gradients(sam, 1),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("scale", [GROWING, mpjax.NoLossScale()])
+@pytest.mark.parametrize("around", SAM)
+def test_nothing_is_added_to_the_arguments(around, scale):
+  # SAM names its arguments, and so takes no other, wherever it is.
+  adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+  inner = SAM[around](optax.contrib.sam(optax.sgd(0.1), adversary, sync_period=2))
+  tx = mpjax.loss_scaling(inner, scale)
+  state, control = tx.init(PARAMS), inner.init(PARAMS)
+  for _ in range(2):
+    updates, state = tx.update(PARAMS, state, PARAMS)
+    expected, control = inner.update(PARAMS, control, PARAMS)
+    assert_bit_equal(updates, expected)
 
 
 @ALL

@@ -1,4 +1,4 @@
-"""`mpjax.value_and_grad` of NNX modules: float16 in three lines, the rest as NNX does it."""
+"""`mpjax.scaled` losses of NNX modules: float16 in three lines, the rest as NNX does it."""
 
 import jax
 import jax.numpy as jnp
@@ -66,18 +66,18 @@ SCALED = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_it_is_nnx_value_and_grad_with_scaled_gradients(name):
+def test_it_is_the_plain_loss_to_nnx_value_and_grad(name):
   # Loss, aux, gradients, batch statistics and random counters, all equal to the bit.
   fun, options, wrap, wrt, given = SCALED[name]
   ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(ours, TX, wrt=wrt)
-  call = wrap(lambda m, o, x: mpjax.value_and_grad(fun, given(o), **options)(m, x))
+  call = wrap(lambda m, o, x: nnx.value_and_grad(mpjax.scaled(fun, given(o)), **options)(m, x))
   found, grads = call(ours, optimizer, X)
   expected, plain = wrap(lambda m, x: nnx.value_and_grad(fun, **options)(m, x))(theirs, X)
   assert_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
   assert isinstance(grads, nnx.State)
   assert jax.tree.structure(grads) == jax.tree.structure(plain)
-  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
+  assert_equal(jax.tree.leaves(grads), jax.tree.leaves(plain))
   assert_equal(numbers(ours), numbers(theirs))
   assert int(ours.drop.rngs.count[...]) == 1
   assert np.any(np.asarray(ours.norm.mean[...]))
@@ -88,11 +88,11 @@ def test_a_split_model_has_the_gradients_of_the_model():
   # `jax.value_and_grad` differentiates the parameters of a functional step.
   model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-  loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(model, X)
+  loss, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(model, X)
   graphdef, params = nnx.split(model, nnx.Param)
   of_params = lambda params: loss_fn(nnx.merge(graphdef, params), X)  # noqa: E731
   for state in (TX.init(params), optimizer):
-    again, of_split = mpjax.value_and_grad(of_params, state)(params)
+    again, of_split = jax.value_and_grad(mpjax.scaled(of_params, state))(params)
     assert float(again) == float(loss)
     assert_equal(jax.tree.leaves(of_split), jax.tree.leaves(grads))
 
@@ -101,10 +101,10 @@ def test_a_module_that_is_not_differentiated_keeps_what_the_function_writes():
   ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
   of_input = lambda x, model: (loss_fn(model, x), "aux")  # noqa: E731
-  (loss, aux), grads = mpjax.value_and_grad(of_input, optimizer, has_aux=True)(X, ours)
+  (loss, aux), grads = nnx.value_and_grad(mpjax.scaled(of_input, optimizer), has_aux=True)(X, ours)
   (expected, _), plain = nnx.value_and_grad(of_input, has_aux=True)(X, theirs)
   assert (float(loss), aux) == (float(expected), "aux")
-  assert_equal([grads], [plain * SCALE])
+  assert_equal([grads], [plain])
   assert_equal(numbers(ours), numbers(theirs))
 
 
@@ -115,7 +115,7 @@ def test_writes_to_variables_outside_of_a_module_are_kept():
     model["seen"][...] += 1.0
     return jnp.sum(model["w"][...] ** 2)
 
-  step = nnx.jit(lambda model, state: mpjax.value_and_grad(counted, state)(model)[0])
+  step = nnx.jit(lambda model, state: nnx.value_and_grad(mpjax.scaled(counted, state))(model)[0])
   step(model, TX.init(jnp.ones(2)))
   assert model["seen"][...] == 1
 
@@ -129,7 +129,9 @@ def test_a_state_beside_the_parameters_may_be_written_to():
     of_parts = lambda params, rest: loss_fn(nnx.merge(graphdef, params, rest), X)  # noqa: E731
     return differentiate(of_parts)(params, rest)[0]
 
-  loss = nnx.jit(lambda m, o: step(m, lambda f: mpjax.value_and_grad(f, o)))(ours, optimizer)
+  loss = nnx.jit(lambda m, o: step(m, lambda f: nnx.value_and_grad(mpjax.scaled(f, o))))(
+    ours, optimizer
+  )
   assert float(loss) == float(nnx.jit(lambda m: step(m, nnx.value_and_grad))(theirs))
   assert_equal(numbers(ours), numbers(theirs))
 
@@ -138,10 +140,10 @@ def test_modules_in_a_dict_are_modules():
   models = {"a": nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "b": nnx.Linear(4, 4, rngs=nnx.Rngs(1))}
   state = TX.init(nnx.state(models, nnx.Param))
   both = lambda models, x: loss_fn(models["a"], models["b"](x))  # noqa: E731
-  loss, grads = mpjax.value_and_grad(both, state)(models, X)
+  loss, grads = nnx.value_and_grad(mpjax.scaled(both, state))(models, X)
   expected, plain = nnx.value_and_grad(both)(models, X)
   assert float(loss) == float(expected)
-  assert_equal(jax.tree.leaves(grads), [g * SCALE for g in jax.tree.leaves(plain)])
+  assert_equal(jax.tree.leaves(grads), jax.tree.leaves(plain))
 
 
 def test_a_view_is_differentiated_like_its_model():
@@ -150,8 +152,8 @@ def test_a_view_is_differentiated_like_its_model():
   optimizer = nnx.Optimizer(view, TX, wrt=nnx.Param)
   model = Net(nnx.Rngs(0))
   inside = lambda m, x: loss_fn(mpjax.nnx.with_policy(m, "mixed_float16"), x)  # noqa: E731
-  loss, grads = mpjax.value_and_grad(loss_fn, optimizer)(view, X)
-  expected, plain = mpjax.value_and_grad(inside, optimizer)(model, X)
+  loss, grads = nnx.value_and_grad(mpjax.scaled(loss_fn, optimizer))(view, X)
+  expected, plain = nnx.value_and_grad(mpjax.scaled(inside, optimizer))(model, X)
   assert loss == expected
   assert jax.tree.structure(grads) == jax.tree.structure(plain)
   assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
@@ -165,19 +167,20 @@ def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))
   model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-  def total(model):
-    return jnp.sum(model(jnp.ones((1, 2))))
-
-  grad_fn = mpjax.value_and_grad(total, optimizer)
+  seen = []
+  watched = jax.custom_vjp(lambda x: x)
+  watched.defvjp(lambda x: (x, None), lambda _, ct: (seen.append(float(ct)), ct)[1:])
+  total = lambda model: watched(jnp.sum(model(jnp.ones((1, 2)))))  # noqa: E731
+  grad_fn = nnx.value_and_grad(mpjax.scaled(total, optimizer))
   for scale in (4, 4, 8, 8, 16, 64):
     if scale == 64:
       assert mpjax.states.set_loss_scale(optimizer, scale) is optimizer
     _, grads = grad_fn(model)
-    assert grads["kernel"][...].tolist() == [[scale], [scale]]
+    assert grads["kernel"][...].tolist() == [[1], [1]]
     before = model.kernel[...]
     optimizer.update(model, grads)
     np.testing.assert_allclose(model.kernel[...], before - 0.5, rtol=1e-6)
+  assert seen == [4, 4, 8, 8, 16, 64]
   # The optimizer itself says so, in arrays.
   metrics = mpjax.loss_scaling_metrics(optimizer)
   assert all(isinstance(x, jax.Array) for x in metrics.values())
@@ -187,36 +190,38 @@ def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
 
 # Mistakes
 
-CALL, NO_SCALE = "mpjax.value_and_grad(fun, opt_state)", "without a loss scale"
+CALL, NO_SCALE = "mpjax.scaled(loss_fn, opt_state)", "without a loss scale"
 PASS = "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param)"
 MISTAKES = {
   # What is called with a model and its optimizer, where, what was expected, what came, what to do.
   "method": (
-    lambda m, o: mpjax.value_and_grad(m.loss, o),
+    lambda m, o: nnx.value_and_grad(mpjax.scaled(m.loss, o)),
     *(CALL, "given the model as an argument", "a method of the model (Net.loss)"),
     "lambda model, x: model.loss(x)",
   ),
   "no optimizer": (
-    lambda m, o: mpjax.value_and_grad(loss_fn),
-    *(CALL, "arguments fun, opt_state", "'opt_state'"),
-    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
+    lambda m, o: mpjax.scaled(loss_fn),
+    *(CALL, "arguments loss_fn, opt_state", "'opt_state'"),
+    "jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params, batch)",
   ),
   "no scale": (
-    lambda m, o: mpjax.value_and_grad(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param)),
-    *("mpjax.value_and_grad(opt_state)", "mpjax.loss_scaling"),
+    lambda m, o: jax.value_and_grad(
+      mpjax.scaled(loss_fn, nnx.Optimizer(m, optax.sgd(1), wrt=nnx.Param))
+    ),
+    *("mpjax.scaled(opt_state)", "mpjax.loss_scaling"),
     *(f"an Optimizer {NO_SCALE}", PASS),
   ),
   "the model": (
-    lambda m, o: mpjax.value_and_grad(loss_fn, m),
-    *("mpjax.value_and_grad(opt_state)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
+    lambda m, o: jax.value_and_grad(mpjax.scaled(loss_fn, m)),
+    *("mpjax.scaled(opt_state)", "mpjax.loss_scaling", f"a Net {NO_SCALE}", PASS),
   ),
   "swapped": (
-    lambda m, o: mpjax.value_and_grad(o, loss_fn),
-    *("mpjax.value_and_grad(fun)", "as the first argument", "an Optimizer"),
-    "mpjax.value_and_grad(loss_fn, opt_state)(params, batch)",
+    lambda m, o: jax.value_and_grad(mpjax.scaled(o, loss_fn)),
+    *("mpjax.scaled(loss_fn)", "as the first argument", "an Optimizer"),
+    "jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params, batch)",
   ),
   "from outside of a compiled step": (
-    lambda m, o: nnx.jit(mpjax.value_and_grad(loss_fn, o))(m, X),
+    lambda m, o: nnx.jit(nnx.value_and_grad(mpjax.scaled(loss_fn, o)))(m, X),
     *(CALL, "the state that this step updates"),
     *("outside of the function that is being traced", "inside of the step"),
   ),
