@@ -3,7 +3,7 @@
 make soak
 python -m tests.soak --updates 20000
 
-A small network with batch statistics, dropout and a moving average of its parameters runs under
+A small network with batch statistics and dropout runs under
 `mixed_bfloat16`, and again under `mixed_float16`, in blocks of steps that one compiled `lax.scan`
 works off with its state donated. Gradients of single leaves, the loss or the inputs become inf or
 NaN: in one step of a hundred, in bursts of 50, and in a tenth of the whole run without one good
@@ -128,9 +128,9 @@ def prepare(half, updates, make_step):
   schedule = optax.cosine_decay_schedule(1e-2, updates, 0.01)
   inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
   tx = mpjax.loss_scaling(inner, mpjax.DynamicLossScale(**SCALING))
-  rest = {"model_state": variables["batch_stats"], "rng": jax.random.key(SEED + 2), "ema": True}
+  rest = {"model_state": variables["batch_stats"], "rng": jax.random.key(SEED + 2)}
   state = mpjax.TrainState.create(variables["params"], tx, **rest)
-  step = make_step(make_loss_fn(model), tx, ema_decay=0.99, donate=False)
+  step = make_step(make_loss_fn(model), tx, donate=False)
 
   def one(carry, fault):
     state, number = carry
@@ -267,7 +267,7 @@ def check(half, outcome):
     "scale and counters are those of the oracle": compare_with_oracle(outcome),
     no_bit: (before == after, f"{sum(map(len, before)):,} bytes"),
     "resumed from disk it goes on bit for bit": (on_disk == in_memory, size),
-    "all numbers are finite": (all_finite(state), "parameters, moments, averages"),
+    "all numbers are finite": (all_finite(state), "parameters, moments, statistics"),
     "it has learned": (last <= LARGEST_LOSS, f"loss {last:.3f}"),
     "counters stop and do not wrap": (0 <= min(counts) <= max(counts) == LIMIT, f"{LIMIT:,}"),
     "memory does not grow": (outcome.growth < MEMORY, f"{outcome.growth / 2**20:.1f} MiB"),

@@ -1,28 +1,32 @@
 """The gradients of one batch: over micro-batches one by one, averaged over devices."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mpjax._core.errors import MpjaxValueError, listed
-from mpjax._core.leaves import is_key, path_text
-from mpjax._core.types import Array, Grads, KeyPath, Leaf, Params, PyTree, is_inexact
+from mpjax._core.leaves import is_key
+from mpjax._core.types import Array, Grads, Leaf, Params, PyTree, is_inexact
 from mpjax._optim.optimizer_trees import (
   as_stored,
   at_least_float32,
+  key_text,
   stored_first,
   strong,
   unless_there_before,
 )
 from mpjax._optim.scaled import scaled
-from mpjax._optim.traced_loss import LossFn, Metrics, trace_loss, warn_without_float16
+from mpjax._optim.traced_loss import (
+  LossFn,
+  Metrics,
+  TracedLoss,
+  trace_loss,
+  warn_without_float16,
+)
 from mpjax._optim.train_state import TrainState, own_scale
-
-IntegerState: TypeAlias = Literal["sum", "same"] | Mapping[str, Literal["sum", "same"]] | None
-"""How integers of the model state are combined: all alike, or by path."""
 
 
 class LossResults(NamedTuple):
@@ -52,7 +56,6 @@ def batch_gradients(
   *,
   micro_batches: int,
   axes: tuple[Hashable, ...],
-  integer_state: IntegerState,
 ) -> BatchGradients:
   """Returns loss, model state, metrics and gradients of a batch, over micro-batches and devices."""
   # 1. Make parameters and model state differ between devices, as far as JAX can see.
@@ -65,6 +68,8 @@ def batch_gradients(
   def evaluate(model_state: PyTree, batch: PyTree, rng: Array | None) -> LossResults:
     traced = trace_loss(loss_fn, params, model_state, batch, rng)
     unchanged.append(traced.unchanged)
+    if axes:
+      _check_integers(traced, model_state, axes)
     if own_scale(state.opt_state, "").dynamic:
       warn_without_float16(loss_fn, traced.jaxpr)
     local_state = local._replace(model_state=model_state)
@@ -77,8 +82,9 @@ def batch_gradients(
     result = _accumulate(evaluate, local, batch, rng, micro_batches)
   # 3. Combine the results of all devices.
   if axes:
-    model_state = common_state(
-      result.model_state, state.model_state, unchanged[-1], axes, integer_state
+    model_state = jax.tree.map(
+      lambda x, old, is_unchanged: old if is_unchanged else _common(x, axes),
+      *(result.model_state, state.model_state, unchanged[-1]),
     )
     result = _averaged(result._replace(model_state=model_state), axes)
   # 4. Only numbers that this step wrote decide about skipping: a mask may hold -inf from the start.
@@ -199,89 +205,46 @@ def localise(
     fix = "Pass them with in_specs=jax.P(); if sharded, use jit over a Mesh, without axis_name."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix) from error
   flag = jax.lax.pcast(jnp.asarray(True), manual, to="varying")
-  # `pcast` refuses values that vary already, and `where` takes both. A scan needs one type for its
-  # carry.
-  return local, lambda tree: jax.tree.map(lambda x: jnp.where(flag, x, x), tree)
+
+  def vary(x: Leaf) -> Leaf:
+    # Integers stay as they are, so that JAX sees which of them a loss computes from its own rows.
+    # `pcast` refuses values that vary already, and `where` takes both. A scan needs one type for
+    # its carry.
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+    return x if is_integer else jnp.where(flag, x, x)
+
+  return local, functools.partial(jax.tree.map, vary)
 
 
-def common_state(
-  new: PyTree,
-  old: PyTree,
-  unchanged: PyTree,
-  axes: tuple[Hashable, ...],
-  integer_state: IntegerState,
-) -> PyTree:
-  """Returns the model state that all devices continue with.
-
-  Leaves that no device has changed keep their values. Floating leaves are averaged. Integers and
-  booleans need a rule in `integer_state`, for the leaf or for the nearest branch around it.
-  """
-  # A single rule is the rule of the root, and so of every leaf.
-  rules: _Rules = integer_state if isinstance(integer_state, Mapping) else {"": integer_state}
-  _check_rules(rules, new, unchanged, axes)
-
-  def common(path: KeyPath, x: Array, before: Array, is_unchanged: bool) -> Array:
-    return before if is_unchanged else _combine(x, before, _rule_for(path, rules), axes)
-
-  return jax.tree_util.tree_map_with_path(common, new, old, unchanged)
-
-
-_Rules: TypeAlias = Mapping[str, Literal["sum", "same"] | None]
-"""How integers are combined, by the path of a leaf or a branch; "" is the root."""
-
-
-def _is_inside(path: KeyPath, branch: str) -> bool:
-  """Whether a path is that of a branch, or inside of it."""
-  # With "/" at both ends: "layer_1" is not inside of "layer_10".
-  return branch == "" or f"{path_text(path)}/".startswith(f"{branch}/")
-
-
-def _rule_for(path: KeyPath, rules: _Rules) -> str | None:
-  """Returns the rule for a leaf; None if there is none."""
-  # The longest branch around a leaf is the nearest one.
-  branches = [branch for branch in rules if _is_inside(path, branch)]
-  return rules[max(branches, key=len)] if branches else None
-
-
-def _check_rules(rules: _Rules, new: PyTree, unchanged: PyTree, axes: tuple[Hashable, ...]) -> None:
-  """Raises unless all integers that change have a rule, and all rules have a leaf."""
-  problems: list[str] = []
-  leaves = jax.tree_util.tree_leaves_with_path(new)
-  for (path, x), is_unchanged in zip(leaves, jax.tree.leaves(unchanged), strict=True):
-    # Floating leaves have a mean and keys are equal. For an integer, only the user knows.
-    needs_rule = not (is_unchanged or is_inexact(x) or is_key(x.dtype))
-    if needs_rule and _rule_for(path, rules) is None:
-      text = path_text(path) or "the root"
-      problems.append(f"no rule for {x.dtype}{list(x.shape)} at {text}")
-  for branch in rules:
-    if branch != "" and not any(_is_inside(path, branch) for path, _ in leaves):
-      problems.append(f"{branch!r}, where the state has no leaf")
-  if problems:
+def _check_integers(traced: TracedLoss, model_state: PyTree, axes: tuple[Hashable, ...]) -> None:
+  """Raises if an integer of the new model state may differ between devices."""
+  # Floating leaves have a mean. For an integer, only the loss function knows how it is combined.
+  differing = []
+  for (path, x), differs in zip(
+    jax.tree_util.tree_leaves_with_path(model_state), traced.differs, strict=True
+  ):
+    if differs and not is_inexact(x) and not is_key(x.dtype):
+      differing.append(f"{x.dtype}{list(x.shape)} at {key_text(path)}")
+  if differing:
+    name = axes[0] if len(axes) == 1 else axes
     raise MpjaxValueError(
       f"mpjax.make_train_step(axis_name={axes!r}): model_state",
-      expected="integer_state= with a rule for each integer that loss_fn changes",
-      got=listed(problems),
-      fix='Pass integer_state="sum" for counts of rows, whose changes are added, "same" for counts '
-      'of steps, which are equal on all devices, or a dict from paths ("a/b") to these.',
+      expected="integers that are the same on all devices",
+      got=f"some that are computed from the rows of one device: {listed(differing)}",
+      fix=f"Add them up in loss_fn: count + jax.lax.psum(rows, {name!r}). JAX sees that they are "
+      "the same in a jax.shard_map with check_vma=True; elsewhere count outside of the step.",
     )
 
 
-def _combine(x: Array, old: Array, rule: str | None, axes: tuple[Hashable, ...]) -> Array:
+def _common(x: Array, axes: tuple[Hashable, ...]) -> Array:
   """Returns a leaf of the model state that is the same on all devices."""
-  if is_key(x.dtype):
-    # Keys are the same on all devices. A maximum makes JAX see that, and typed keys have none, so
-    # it is taken of their data.
-    data = jax.lax.pmax(jax.random.key_data(x), axes)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   if is_inexact(x):
     # A mean in bfloat16 would round each partial sum.
     return jax.lax.pmean(at_least_float32(x), axes).astype(x.dtype)
-  # No reduction of JAX takes booleans. A flag is True if any device set it.
-  if x.dtype == jnp.bool_:
-    return jax.lax.pmax(x.astype(jnp.int32), axes).astype(jnp.bool_)
-  if rule == "sum":
-    # Add the changes of all devices. A counter that the step sets back to 0 would go down once per
-    # device.
-    return old + jax.lax.psum(x - old, axes)
-  # "same": the maximum of equal numbers, which JAX then knows to be equal.
-  return jax.lax.pmax(x, axes)
+  # Integers and keys are the same already. A maximum makes JAX see that. No reduction takes typed
+  # keys or booleans.
+  if is_key(x.dtype):
+    data = jax.lax.pmax(jax.random.key_data(x), axes)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  number = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+  return jax.lax.pmax(number, axes).astype(x.dtype)

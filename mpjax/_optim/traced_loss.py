@@ -20,6 +20,7 @@ from mpjax._core.errors import (
 )
 from mpjax._core.trees import check_alike
 from mpjax._core.types import Array, Leaf, Params, PyTree
+from mpjax._jaxpr.compat import varying_axes
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import inner_jaxprs, walk
@@ -44,6 +45,7 @@ class TracedLoss(NamedTuple):
   function: LossFn  # jitted, and JAX keeps the trace
   jaxpr: ClosedJaxpr
   unchanged: PyTree  # for each leaf of the model state, whether it is returned as it was given
+  differs: list[bool]  # whether the new leaf may differ between the devices of a mapped axis
 
 
 def trace_loss(
@@ -60,7 +62,19 @@ def trace_loss(
   # JAX caches traces of this jitted function. The step, its derivative and a scan reuse that one.
   function = jax.jit(checked)
   jaxpr = function.trace(params, model_state, batch, rng).jaxpr
-  return TracedLoss(function, jaxpr, _unchanged_leaves(jaxpr, params, model_state))
+  graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
+  # The arguments of the jaxpr are the leaves of `params`, then of `model_state`. Its results are
+  # the loss, then the leaves of the new model state.
+  leaves, structure = jax.tree.flatten(model_state)
+  news = range(1, 1 + len(leaves))
+  # By identity of values in the graph: an equal value that was computed is a change.
+  unchanged = [graph.results[i] is graph.arguments[before + i - 1] for i in news]
+  # In a `shard_map` types say which values vary. Elsewhere, all that is computed from rows may.
+  varies = [varying_axes(aval) for aval in jaxpr.in_avals]
+  differs = [bool(varying_axes(aval)) for aval in jaxpr.out_avals]
+  if not any(varies):
+    differs = graph.depends_on([i >= before + len(leaves) for i in range(len(varies))])
+  return TracedLoss(function, jaxpr, structure.unflatten(unchanged), [differs[i] for i in news])
 
 
 def _call_loss(
@@ -98,24 +112,13 @@ def _check_result(out: PyTree, model_state: PyTree) -> None:
   expected = "the structure, shapes and dtypes that it was given"
   fix = "Return the entire new state, cast to the dtypes of the old one."
   check_alike(new_state, model_state, f"{where}: model_state", expected=expected, fix=fix)
-  # Here, because JAX refuses a loss that is no array, and `_unchanged_leaves` counts on one leaf.
+  # Here, because JAX refuses a loss that is no array, and `trace_loss` counts on one leaf.
   loss, where = out[0], f"{where}: the loss"
   expected, fix = "a floating scalar", "Return one number to minimise, such as jnp.mean(losses)."
   is_number = isinstance(loss, float) or hasattr(loss, "dtype")
   if not is_number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
     raise MpjaxTypeError(where, expected=expected, got=kind_of(loss), fix=fix)
   check_scalar(loss, where, expected=expected, fix=fix)
-
-
-def _unchanged_leaves(jaxpr: ClosedJaxpr, params: Params, model_state: PyTree) -> PyTree:
-  """Returns, for each leaf of the model state, whether the loss function returns it as it was."""
-  # The arguments of the jaxpr are the leaves of `params`, then of `model_state`. Its results are
-  # the loss, then the leaves of the new model state.
-  leaves, structure = jax.tree.flatten(model_state)
-  graph, before = Graph(jaxpr), len(jax.tree.leaves(params))
-  # By identity of values in the graph: an equal value that was computed is a change.
-  unchanged = [graph.results[1 + i] is graph.arguments[before + i] for i in range(len(leaves))]
-  return structure.unflatten(unchanged)
 
 
 def warn_without_float16(loss_fn: LossFn, jaxpr: ClosedJaxpr) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._core.errors import MpjaxTypeError, check_call, check_flag, check_type, kind_of, listed
+from mpjax._core.errors import MpjaxTypeError, check_call, check_type, kind_of, listed
 from mpjax._core.frameworks import framework_of
 from mpjax._core.leaves import path_text
 from mpjax._core.nnx_objects import is_nnx_variable
@@ -15,7 +15,7 @@ from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.master_weights import master_params
-from mpjax._optim.optimizer_trees import float32_view, nodes_of, place_like, strong
+from mpjax._optim.optimizer_trees import nodes_of, place_like, strong
 from mpjax._optim.states import (
   ActivationMonitorState,
   LossScalingState,
@@ -33,12 +33,11 @@ class TrainState(NamedTuple):
     params: the parameters, floating arrays of any shapes.
     opt_state: the state of the optimizer, with its loss scale.
     model_state: batch statistics and other variables of the model; () for none.
-    ema: the average of the parameters, in float32; () for none.
     rng: the key (of shape (), or raw) from which the key of each step is folded; None for none.
 
   >>> import jax.numpy as jnp, mpjax, optax
-  >>> state = mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1)), ema=True)
-  >>> print(state.step, state.ema)
+  >>> state = mpjax.TrainState.create(jnp.ones(2), mpjax.loss_scaling(optax.sgd(0.1)))
+  >>> print(state.step, state.params)
   0 [1. 1.]
   """
 
@@ -46,7 +45,6 @@ class TrainState(NamedTuple):
   params: Params
   opt_state: OptState
   model_state: PyTree
-  ema: Params
   rng: Array | None
 
   def replace(self, **changes: PyTree) -> "TrainState":
@@ -66,7 +64,6 @@ class TrainState(NamedTuple):
     *,
     model_state: PyTree = (),
     rng: Array | None = None,
-    ema: bool = False,
   ) -> "TrainState":
     """Create the state before the first step.
 
@@ -75,7 +72,6 @@ class TrainState(NamedTuple):
       tx: the optimizer, wrapped by `mpjax.loss_scaling`.
       model_state: variables that the model writes, such as `variables["batch_stats"]`.
       rng: a PRNG key for the loss function.
-      ema: keep an average of the parameters, or their masters, for `ema_decay` of the step.
 
     Returns:
       A state that shares no memory with the arguments. On a mesh, its new arrays are replicated.
@@ -87,15 +83,12 @@ class TrainState(NamedTuple):
     _check_optimizer(tx, where)
     _check_trained(params, f"{where}(params)")
     _check_rng(rng, f"{where}(rng)")
-    check_flag(ema, f"{where}(ema)")
     # A weak type would not survive the first step, and the second would compile again.
     params = jax.tree.map(strong, params)
     opt_state = tx.init(params)
     # Refuse optimizers without one loss scale here, before the first step is compiled.
     own_scale(opt_state, f"{where}(tx)")
-    # Average the masters: rounded parameters would stand still between two bfloat16 numbers.
-    average = float32_view(trained_params(params, opt_state)) if ema else ()
-    state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, average, rng)
+    state = cls(jnp.zeros((), jnp.int32), params, opt_state, model_state, rng)
     _check_arrays(state, where)
     # The step donates the state. Without copies it would delete the caller's parameters.
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))

@@ -7,8 +7,7 @@ from mpjax._core.errors import MpjaxValueError, check_type, listed
 from mpjax._core.types import OptState, PyTree
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._optim.find_scale import OwnedScale
-from mpjax._optim.optimizer_trees import key_text, nodes_of
-from mpjax._optim.states import MasterWeightsState
+from mpjax._optim.optimizer_trees import key_text
 from mpjax._optim.train_state import TrainState, own_scale
 
 _CALL = "mpjax.make_train_step"
@@ -23,17 +22,6 @@ def check_train_state(state: object, batch: PyTree) -> TrainState:
   return check_type(state, TrainState, STEP, expected="a mpjax.TrainState", fix=fix)
 
 
-def check_average(state: TrainState, ema_decay: float | None) -> None:
-  """Raises unless a state has an average exactly if there is a decay."""
-  # Without `ema=True` the field is (), a tree without leaves.
-  has_average = bool(jax.tree.leaves(state.ema))
-  if has_average != (ema_decay is not None):
-    expected = "an average in the state exactly if ema_decay is given"
-    got = f"ema_decay={ema_decay} and {'an average' if has_average else 'no average'}"
-    fix = "Use TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)."
-    raise MpjaxValueError(f"{STEP}: ema", expected=expected, got=got, fix=fix)
-
-
 def check_moves(scale: OwnedScale, max_retries: int) -> None:
   """Raises unless a loss scale is lower after an overflow."""
   # A retry needs a lower scale, and a constant one never moves.
@@ -42,20 +30,6 @@ def check_moves(scale: OwnedScale, max_retries: int) -> None:
     got = f"{max_retries} with {scale.label!r}"
     fix = "Use DynamicLossScale: the same batch at the same scale overflows again."
     raise MpjaxValueError(f"{_CALL}(max_retries)", expected=expected, got=got, fix=fix)
-
-
-def check_stochastic(state: TrainState) -> None:
-  """Raises unless parameters can be rounded stochastically."""
-  # With masters there is nothing to round: the parameter is the rounded master.
-  has_masters = bool(nodes_of(state.opt_state, MasterWeightsState))
-  if has_masters or state.rng is None:
-    raise MpjaxValueError(
-      f"{_CALL}(rounding='stochastic'): step(state): {'opt_state' if has_masters else 'rng'}",
-      expected="a PRNG key in the state, and no masters",
-      got="the state of mpjax.master_weights" if has_masters else "None for rng",
-      fix="Use one of the two: mpjax.master_weights, or stochastic rounding with "
-      "TrainState.create(..., rng=jax.random.key(0)).",
-    )
 
 
 def check_batch(batch: PyTree, micro_batches: int) -> None:

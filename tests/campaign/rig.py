@@ -173,27 +173,32 @@ def run_program(setup: Setup, guard: bool) -> Any:
   if setup.by_hand:
     step = functools.partial(step_by_hand, setup, tx, guard)
   else:
-    step = mpjax.make_train_step(
-      network.loss_in(setup.compute),
-      tx,
-      micro_batches=setup.parts,
-      ema_decay=0.5 if setup.ema else None,
-    )
+    step = mpjax.make_train_step(network.loss_in(setup.compute), tx, micro_batches=setup.parts)
 
   def run(params, key, index, faults, batches):
     statistics = network.initial_statistics()
     key = jax.random.wrap_key_data(key)
-    state = mpjax.TrainState.create(params, tx, model_state=statistics, rng=key, ema=setup.ema)
+    state = mpjax.TrainState.create(params, tx, model_state=statistics, rng=key)
 
-    def body(state, x):
+    def trained(state):
+      """Returns what is averaged: nothing, the masters or the parameters."""
+      if not setup.ema or setup.stored == "float32":
+        return state.params if setup.ema else ()
+      return mpjax.states.master_params(state.opt_state)
+
+    def body(carry, x):
+      state, average = carry
       scale = mpjax.loss_scaling_metrics(state.opt_state)["loss_scale"]
       before = state.params, state.model_state, scale
       state, metrics = step(state, network.make_batch(batches, *x))
       (numbers,) = state.opt_state.loss_scale.values()
-      return state, (*observe(setup, state), numbers, metrics["finite"], before)
+      moved = jax.tree.map(lambda e, t: e + (t - e) * 0.5, average, trained(state))
+      average = mpjax.keep_if_skipped(state.opt_state, moved, average) if guard else moved
+      seen = *observe(setup, state, average), numbers, metrics["finite"], before
+      return (state, average), seen
 
-    state, trail = jax.lax.scan(body, state, (index, faults))
-    return committed(state), trail
+    (state, average), trail = jax.lax.scan(body, (state, trained(state)), (index, faults))
+    return committed(state, average), trail
 
   return compiled(run, setup.lanes)
 
@@ -207,30 +212,27 @@ def step_by_hand(setup: Setup, tx: Any, guard: bool, state: mpjax.TrainState, ba
   watched = loss, statistics
   updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=watched)
   params = mpjax.apply_updates(state.params, updates, opt_state)
-  masters = params if setup.stored == "float32" else mpjax.states.master_params(opt_state)
-  trained = masters if setup.ema else ()
-  ema = jax.tree.map(lambda e, t: e + (t - e) * 0.5, state.ema, trained)
-  rest = {"model_state": statistics, "ema": ema, "step": state.step + 1}
+  rest = {"model_state": statistics, "step": state.step + 1}
   if guard:
     rest = mpjax.keep_if_skipped(opt_state, rest, {name: getattr(state, name) for name in rest})
   state = state._replace(params=params, opt_state=opt_state, **rest)
   return state, mpjax.loss_scaling_metrics(opt_state)
 
 
-def committed(state: mpjax.TrainState) -> Any:
+def committed(state: mpjax.TrainState, average: Any) -> Any:
   """Returns what a step commits together, in the order of `FIELDS`."""
   own = state.opt_state.inner_state
-  return state.params, own, state.model_state, state.ema, state.step
+  return state.params, own, state.model_state, average, state.step
 
 
-def observe(setup: Setup, state: mpjax.TrainState) -> tuple[Any, Any, Any]:
+def observe(setup: Setup, state: mpjax.TrainState, average: Any) -> tuple[Any, Any, Any]:
   """Returns digests, whether all is finite, and whether parameters are their rounded masters."""
   agree = jnp.asarray(True)
   if setup.stored != "float32":
     masters = mpjax.states.master_params(state.opt_state)
     same = [jnp.all(stored(masters[n], p.dtype) == p) for n, p in state.params.items()]
     agree = jnp.all(jnp.stack(same))
-  parts = committed(state)
+  parts = committed(state, average)
   return digest(*parts), control.is_finite(parts), agree
 
 

@@ -53,7 +53,7 @@ SPOILT = {
   "scale and counters are those of the oracle": change("loss_scale", s5=2.0**10),
   "200 bad steps in a row change no bit": lambda o: o._replace(stretch=(o.stretch[0], [b""])),
   "resumed from disk it goes on bit for bit": lambda o: o._replace(resumed=(o.resumed[0], [b""])),
-  "all numbers are finite": lambda o: with_state(o, ema=jnp.asarray(jnp.nan)),
+  "all numbers are finite": lambda o: with_state(o, model_state=jnp.asarray(jnp.nan)),
   "it has learned": change("loss", **{f"s{UPDATES - 1}": 100.0}),
   "counters stop and do not wrap": lambda o: o._replace(worn=jnp.int32(-1)),
   "memory does not grow": lambda o: o._replace(growth=soak.MEMORY),

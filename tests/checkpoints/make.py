@@ -50,17 +50,16 @@ def begin_adam() -> Any:
 
 def step_adam(state: Any, gradient: float) -> Any:
   params, opt_state = state["params"], state["opt_state"]
-  scale = mpjax.loss_scaling_metrics(opt_state)["loss_scale"]
   slopes = {"w": jnp.asarray([[1.0, 2.0], [-1.0, 0.0]]), "b": jnp.asarray([0.25, -0.5])}
   # An inf is added: times the 0 among the slopes it would be NaN, which is another case.
   extra = gradient if np.isinf(gradient) else 0.0
   factor = 1.0 if np.isinf(gradient) else gradient
-  grads = jax.tree.map(lambda s: s * factor * scale + extra, slopes)
+  grads = jax.tree.map(lambda s: s * factor + extra, slopes)
   updates, opt_state = adam().update(grads, opt_state, params)
   return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
 
 
-# 0.1.0-training: TrainState, with an average and batch statistics, over loss scaling, accumulation
+# 0.1.0-training: TrainState, with batch statistics, over loss scaling, accumulation
 # and master weights.
 
 
@@ -72,7 +71,7 @@ def momentum() -> Any:
 def begin_training() -> Any:
   w = jnp.asarray([[1.0, -2.0], [0.5, 4.0]], jnp.bfloat16)
   params = {"w": w, "norm": jnp.asarray([1.0, 2])}
-  rest = {"model_state": {"mean": jnp.asarray([0.0, 1.0])}, "rng": jax.random.key(5), "ema": True}
+  rest = {"model_state": {"mean": jnp.asarray([0.0, 1.0])}, "rng": jax.random.key(5)}
   return mpjax.TrainState.create(params, momentum(), **rest)
 
 
@@ -88,7 +87,7 @@ def linear(params: Any, model_state: Any, gradient: Any, rng: Any) -> Any:
 
 @functools.cache
 def train_step() -> Any:
-  return mpjax.make_train_step(linear, momentum(), ema_decay=0.5, donate=False)
+  return mpjax.make_train_step(linear, momentum(), donate=False)
 
 
 def step_training(state: Any, gradient: float) -> Any:
@@ -120,7 +119,7 @@ def make(name: str) -> None:
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "state", state)
   # It holds nothing but the path on this machine, and only object stores look for it.
-  (folder / "state" / "commit_success.txt").unlink()
+  (folder / "state" / "commit_success.txt").unlink(missing_ok=True)
   np.savez_compressed(folder / "state.npz", **mpjax.checkpoints.to_arrays(state))
   after = run(layout, state, layout.after)
   np.savez_compressed(folder / "next.npz", **mpjax.checkpoints.to_arrays(after))

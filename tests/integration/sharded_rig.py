@@ -145,11 +145,11 @@ def prepare(engine, devices, fn=loss_fn):
   def create(params):
     stats = {"mean": jnp.zeros((1, 4)), "steps": jnp.asarray(0, jnp.int32)}
     rng = jax.random.key(KEY)
-    return mpjax.TrainState.create({"w": params}, tx, model_state=stats, rng=rng, ema=True)
+    return mpjax.TrainState.create({"w": params}, tx, model_state=stats, rng=rng)
 
   params = start().astype(stored)
   axis = "data" if engine is not None and engine.mapped else None
-  step = mpjax.make_train_step(fn, tx, axis_name=axis, integer_state="same", ema_decay=0.5)
+  step = mpjax.make_train_step(fn, tx, axis_name=axis)
   if engine is None:
     return create(jnp.asarray(params)), step, lambda batch: batch
   if engine.mapped == "pmap":

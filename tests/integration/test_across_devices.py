@@ -103,15 +103,28 @@ def test_a_reduced_loss_in_micro_batches(devices):
   np.testing.assert_allclose(state.params, WEIGHTS - gradient, rtol=1e-6)
 
 
-def counting(params, old, batch, rng):
-  """Counts positive numbers and steps; a table, a mask and a key are only read."""
-  new = old | {
-    "counts": {"tokens": old["counts"]["tokens"] + jnp.sum(batch > 0, dtype=jnp.int32)},
-    "steps": old["steps"] + jnp.asarray(1, jnp.uint32),
-    "started": jnp.asarray(True),
-  }
-  scale = jnp.where(old["mask"], 1.0, 0.0) * old["table"][0].astype(jnp.float32)
-  return jnp.mean((batch @ (params * scale)) ** 2), (new, {})
+def counting(count):
+  """Counts positive numbers by `count`, and steps; a table, a mask and a key are only read."""
+
+  def loss_fn(params, old, batch, rng):
+    tokens = count(jnp.sum(batch > 0, dtype=jnp.int32))
+    new = old | {
+      "counts": {"tokens": old["counts"]["tokens"] + tokens},
+      "steps": old["steps"] + jnp.asarray(1, jnp.uint32),
+      "started": jnp.asarray(True),
+    }
+    scale = jnp.where(old["mask"], 1.0, 0.0) * old["table"][0].astype(jnp.float32)
+    return jnp.mean((batch @ (params * scale)) ** 2), (new, {})
+
+  return loss_fn
+
+
+def same(count):
+  return count
+
+
+def summed(count):
+  return jax.lax.psum(count, "data")
 
 
 def before():
@@ -126,7 +139,6 @@ def before():
 
 
 TOKENS = np.float32([[1, 1], [1, 0], [0, 0], [1, 1], [0, 0], [0, 1], [1, 1], [1, 1]])
-MIXED = {"counts": "sum", "steps": "same", "started": "same"}
 
 
 def after(loss_fn, devices, mode="shard_map", **options):
@@ -135,40 +147,33 @@ def after(loss_fn, devices, mode="shard_map", **options):
   return on_devices(step, mode, devices)(state, TOKENS)[0].model_state
 
 
-@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
-def test_a_token_counter_beside_a_step_counter(mode, devices):
-  # As on one device, where all rows are counted and one step.
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_token_counter_beside_a_step_counter(micro_batches, devices):
+  # As on one device, where all rows are counted; the loss adds up what each has counted.
   state = mpjax.TrainState.create(jnp.ones(2), SGD, model_state=before())
-  alone = mpjax.make_train_step(counting, SGD)(state, TOKENS)[0].model_state
-  found = after(counting, devices, mode, integer_state=MIXED)
-  assert (found["counts"]["tokens"], found["steps"], found["started"]) == (110, 8, True)
+  options = {"micro_batches": micro_batches}
+  alone = mpjax.make_train_step(counting(same), SGD, **options)(state, TOKENS)[0].model_state
+  found = after(counting(summed), devices, **options)
+  assert (found["counts"]["tokens"], found["steps"]) == (110, 7 + micro_batches)
+  assert found["started"]
   assert jax.tree.all(jax.tree.map(lambda a, b: jnp.all(a == b), found, alone))
   assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, found, before()))
 
 
-def test_all_integers_alike(devices):
-  # The most that one device has counted is 4: "same" is for what all count alike.
-  for how, tokens, steps in (("sum", 110, 11), ("same", 104, 8)):
-    found = after(counting, devices, integer_state=how)
-    assert (found["counts"]["tokens"], found["steps"], found["started"]) == (tokens, steps, True)
-    assert found["key"] == before()["key"]
-
-
-STEPS = "uint32[] at steps"
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_counter_is_the_same_on_all_devices(mode, devices):
+  found = after(counting(lambda count: jnp.int32(2)), devices, mode)
+  assert (found["counts"]["tokens"], found["steps"], found["started"]) == (102, 8, True)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_integers_that_change_and_of_which_nothing_is_said(micro_batches, devices):
-  # Not those that only pass through: a table, a mask, a key.
-  all_three = "; ".join(
-    f"no rule for {leaf}" for leaf in ("int32[] at counts/tokens", "bool[] at started", STEPS)
-  )
-  two = {"counts/tokens": "sum", "started": "same"}
-  for given, got in ((None, all_three), (two, f"no rule for {STEPS}")):
-    where = "mpjax.make_train_step(axis_name=('data',)): model_state"
-    expected = "integer_state= with a rule for each integer"
-    with refused(ValueError, where, expected, got, 'Pass integer_state="sum"'):
-      after(counting, devices, integer_state=given, micro_batches=micro_batches)
+@pytest.mark.parametrize(("mode", "count"), [*((m, same) for m in MODES), ("pmap", summed)])
+def test_integers_that_may_differ_between_devices(mode, count, micro_batches, devices):
+  # Without types, JAX does not see that a sum over devices is the same on all of them.
+  where, expected = "(axis_name=('data',)): model_state", "the same on all devices"
+  got, fix = "int32[] at ['counts']['tokens']", "count + jax.lax.psum(rows, 'data')"
+  with refused(ValueError, where, expected, got, fix):
+    after(counting(count), devices, mode, micro_batches=micro_batches)
 
 
 def through(params, old, batch, rng):
@@ -199,17 +204,6 @@ def test_a_constant_of_three_devices_keeps_its_bits():
   state, metrics = jax.vmap(step, in_axes=(None, 0), axis_name="data")(state, jnp.ones((3, 2)))
   assert np.all(metrics["finite"])
   assert state.model_state.tobytes() == np.stack([tenths] * 3).tobytes()
-
-
-def test_ways_to_combine_that_are_none(devices):
-  where = "mpjax.make_train_step(integer_state)"
-  for given in ("max", {"counts": "mean"}, 3, {"counts": None}):
-    expected, fix = "'sum', 'same', a dict from paths", "'sum' for counts of rows"
-    with refused(ValueError, where, expected, repr(given), fix):
-      mpjax.make_train_step(counting, SGD, axis_name="data", integer_state=given)
-  where, got = "(axis_name=('data',)): model_state", "'token', where the state has no leaf"
-  with refused(ValueError, where, "integer_state= with a rule", got, 'a dict from paths ("a/b")'):
-    after(counting, devices, integer_state=MIXED | {"token": "sum"})
 
 
 def test_devices_that_would_decide_each_for_itself(devices):

@@ -30,7 +30,7 @@ TOO_LARGE = (7, 8, 21, 33)
 
 
 def begin():
-  """The state before the first step: half and float32 parameters, statistics, an average, a key."""
+  """The state before the first step: half and float32 parameters, statistics, a key."""
   rng = np.random.default_rng(0)
   params = {
     "w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float16),
@@ -38,7 +38,7 @@ def begin():
     "v": jnp.asarray(rng.normal(size=(3, 1)), jnp.float16),
   }
   return mpjax.TrainState.create(
-    params, TX, model_state={"mean": jnp.zeros((1, 3))}, rng=jax.random.key(1), ema=True
+    params, TX, model_state={"mean": jnp.zeros((1, 3))}, rng=jax.random.key(1)
   )
 
 
@@ -70,7 +70,7 @@ def through_orbax(state, path):
 @pytest.mark.parametrize(("through", "every"), [(through_orbax, 4), (through_msgpack, 1)])
 def test_resumed_in_each_phase(through, every, tmp_path):
   # A step from what was saved is the step of the run, whose later ones are then the same too.
-  step, state, seen = mpjax.make_train_step(loss_fn, TX, ema_decay=0.9), begin(), []
+  step, state, seen = mpjax.make_train_step(loss_fn, TX), begin(), []
   targets = begin(), jax.eval_shape(begin)
   for k in range(STEPS):
     arrays = mpjax.checkpoints.to_arrays(state)
@@ -163,22 +163,7 @@ def test_a_frozen_checkpoint_loads_and_goes_on(name, file):
   saved = make.FOLDER / name / "state" if file == "orbax" else arrays(name, "state")
   state = mpjax.checkpoints.restore_like(layout.begin(), saved)
   assert_holds(state, arrays(name, "state"))
-  wanted = arrays(name, "next") | averages(arrays(name, "state"), arrays(name, "next"))
-  assert_holds(make.run(layout, state, layout.after), wanted, INEXACT.get(name))
-
-
-def averages(state, after):
-  """Returns the averages that belong to `after`: 0.1.0 moved them with each micro-batch."""
-  # They move with updates now, of which the steps after the save make one. What is averaged is the
-  # master of a parameter, where it has one.
-  new = {}
-  for path in state:
-    if path.startswith("ema/"):
-      leaf = path.removeprefix("ema/")
-      masters = [x for name, x in after.items() if name.endswith(f"master/{leaf}")]
-      reached = (masters or [after[f"params/{leaf}"]])[0]
-      new[path] = state[path] + np.float32(0.5) * (reached - state[path])
-  return new
+  assert_holds(make.run(layout, state, layout.after), arrays(name, "next"), INEXACT.get(name))
 
 
 def test_an_old_state_moves_to_another_configuration():

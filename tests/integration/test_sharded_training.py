@@ -86,7 +86,6 @@ def test_steps_with_faults_on_single_devices(name, eight_devices):
   np.testing.assert_array_equal(sums[-1], momentum)
   np.testing.assert_array_equal(state.model_state["mean"], mean)
   assert (state.step, state.model_state["steps"]) == (steps, steps)
-  assert np.all(np.isfinite(state.ema["w"]))
   for i, (metrics, numbers) in enumerate(zip(jax.device_get(found), history, strict=True)):
     assert metrics["loss_scale"] == numbers["scale"]
     counters = ("finite", "good_steps", "total", "skipped", "consecutive_skips", "floor_hits")
@@ -193,29 +192,6 @@ def test_all_devices_run_a_batch_again(eight_devices):
   numbers = [int(metrics[key]) for key in ("retries", "loss_scale", "skipped", "finite")]
   assert numbers == [2, 4, 2, 1]
   np.testing.assert_array_equal(state.params["w"], np.full((3, 2), -1024, np.float32))
-
-
-@pytest.mark.filterwarnings("ignore:.*stored in low precision")
-def test_stochastic_rounding_is_the_same_on_all_devices(eight_devices):
-  # As on one device, to the bit: the key of a step is folded with the device for dropout alone.
-  mesh, loss_fn = mesh_of(eight_devices), product(jnp.bfloat16)
-  tx = mpjax.loss_scaling(optax.sgd(2.0**-12), mpjax.SkipNonfinite())
-  # The mean of what eight devices find in their own rows is that of one which has them all.
-  batch = jnp.ones((8, 16))
-  ends = []
-  for axis in (None, "data"):
-    step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic", axis_name=axis)
-    params, rows = {"w": jnp.ones((16, 2), jnp.bfloat16)}, batch / 8
-    if axis:
-      step = over_devices(step, eight_devices)
-      params, rows = rig.place(mesh, params, jax.P()), rig.place(mesh, batch, jax.P("data"))
-    state = mpjax.TrainState.create(params, tx, rng=jax.random.key(2))
-    for _ in range(5):
-      state, _ = jax.block_until_ready(step(state, rows))
-    ends.append(np.asarray(state.params["w"], np.float32))
-  check_replicas(state)
-  assert len(np.unique(ends[0])) > 1
-  np.testing.assert_array_equal(*ends)
 
 
 def test_where_the_new_state_is_can_be_said(eight_devices):

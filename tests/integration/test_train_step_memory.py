@@ -40,7 +40,7 @@ def loss_of(params, x, dtype):
   return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def ours(inner, stored, dtype, *, config=None, ema=False, check=False, **options):
+def ours(inner, stored, dtype, *, config=None, check=False, **options):
   """Returns the memory of our step, its state and its metrics (as shapes)."""
 
   def loss_fn(params, model_state, batch, rng):
@@ -48,8 +48,8 @@ def ours(inner, stored, dtype, *, config=None, ema=False, check=False, **options
     return loss_of(params, batch, dtype), (model_state, {})
 
   tx = mpjax.loss_scaling(inner, config or mpjax.DynamicLossScale(), check_updates=check)
-  step = mpjax.make_train_step(loss_fn, tx, ema_decay=0.5 if ema else None, **options)
-  state = mpjax.TrainState.create(parameters(stored), tx, ema=ema)
+  step = mpjax.make_train_step(loss_fn, tx, **options)
+  state = mpjax.TrainState.create(parameters(stored), tx)
   lowered = step.lower(state, BATCH)
   return lowered.compile().memory_analysis(), state, lowered.out_info[1]
 
@@ -88,7 +88,6 @@ def check_held(found, state, metrics):
 ADAMW = optax.adamw(1e-3)
 CASES = {
   "float16, micro-batches": (ADAMW, jnp.float16, {"micro_batches": 4}),
-  "bfloat16, average": (ADAMW, jnp.bfloat16, {"ema": True}),
   "float16, retries": (ADAMW, jnp.float16, {"max_retries": 2}),
   "float32, clipped": (CLIPPED, jnp.float32, {}),
   "float32, a scale below one": (

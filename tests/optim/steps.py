@@ -33,8 +33,8 @@ def create(tx, params=None, **options):
   return mpjax.TrainState.create(jnp.zeros(3) if params is None else params, tx, **options)
 
 
-def begin(loss_fn, tx=SGD, params=None, ema=False, model_state=(), rng=None, **options):
-  state = create(tx, params, ema=ema, model_state=model_state, rng=rng)
+def begin(loss_fn, tx=SGD, params=None, model_state=(), rng=None, **options):
+  state = create(tx, params, model_state=model_state, rng=rng)
   return mpjax.make_train_step(loss_fn, tx, **options), state
 
 
@@ -54,7 +54,7 @@ def one_step(tx, **options):
 
 def gradients(loss_fn, batch, params=None, tx=UNIT_SGD, model_state=(), **options):
   """Returns the gradients, if it is from zero, the new state and the metrics of one step."""
-  params, ema = jnp.zeros(3) if params is None else params, "ema_decay" in options
-  state = mpjax.TrainState.create(params, tx, model_state=model_state, ema=ema)
+  params = jnp.zeros(3) if params is None else params
+  state = mpjax.TrainState.create(params, tx, model_state=model_state)
   state, metrics = mpjax.make_train_step(loss_fn, tx, **options)(state, batch)
   return jax.tree.map(lambda p: -p, state.params), state, jax.device_get(metrics)

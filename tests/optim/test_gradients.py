@@ -97,7 +97,7 @@ def test_metrics(devices, parts):
 
 
 def test_model_state_of_any_kind_agrees(devices):
-  # Floating leaves are averaged in float32; what is not floating is the same, as is said.
+  # Floating leaves are averaged in float32; what is not floating is the same already.
   before = {"mean": jnp.zeros(()), "half": jnp.zeros((), jnp.float16)}
   before |= {"complex": jnp.zeros((), jnp.complex64), "count": jnp.int32(7)}
   before |= {"flag": jnp.asarray(True), "key": jax.random.key(1), "raw": jax.random.PRNGKey(2)}
@@ -109,7 +109,7 @@ def test_model_state_of_any_kind_agrees(devices):
     new |= {name: jax.random.fold_in(old[name], 1) for name in ("key", "raw")}
     return jnp.sum(params), (new, {})
 
-  step = mpjax.make_train_step(loss_fn, UNIT_SGD, axis_name="data", integer_state="same")
+  step = mpjax.make_train_step(loss_fn, UNIT_SGD, axis_name="data")
   step = over_devices(step, devices)
   state = mpjax.TrainState.create(jnp.zeros(3), UNIT_SGD, model_state=before)
   # The sum of two of them is inf in float16.

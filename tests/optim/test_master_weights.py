@@ -14,7 +14,6 @@ from mpjax._core.errors import kind_of
 from mpjax._optim.master_weights import bounded, init_in_float32, join, split, stored, update_to
 from mpjax._optim.states import MasterWeightsState
 from tests.errors import refused
-from tests.optim.losses import loss_of
 from tests.programs import bits, run
 
 pytestmark = pytest.mark.standard_promotion("dtypes")
@@ -398,17 +397,6 @@ def test_masters_are_set_from_any_dtype():
     mpjax.states.set_master_params(state, params | {"b": ties}), params
   )["b"]
   assert set_to.tolist() == [np.nextafter(ties[0], F32(0)), ties[1]]
-
-
-def test_a_train_step_does_not_round_split_parameters_stochastically():
-  loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32) * batch))
-  tx = mpjax.loss_scaling(split_tx(optax.sgd(0.1)), mpjax.StaticLossScale(8))
-  params = jnp.ones(2, jnp.bfloat16)
-  state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0))
-  step = mpjax.make_train_step(loss_fn, tx, rounding="stochastic")
-  where = "mpjax.make_train_step(rounding='stochastic'): step(state): opt_state"
-  with refused(ValueError, where, "no master", "mpjax.master_weights", "Use one of the two"):
-    step(state, jnp.ones(2))
 
 
 def test_the_nearest_master_where_no_update_leads_to_the_rounded_one():

@@ -75,8 +75,8 @@ def test_retries_equal_the_oracle(max_retries, hysteresis):
 def test_a_retried_step_is_the_step_at_the_lower_scale():
   # The attempts before it change neither the dropout key nor the model state.
   tx = mpjax.loss_scaling(optax.sgd(0.3, momentum=0.7), mpjax.DynamicLossScale(init_scale=2.0**12))
-  begins = {"model_state": jnp.ones(()), "rng": jax.random.key(1), "ema": True}
-  options = {"max_retries": 4, "ema_decay": 0.9, "donate": False}
+  begins = {"model_state": jnp.ones(()), "rng": jax.random.key(1)}
+  options = {"max_retries": 4, "donate": False}
   step, state = begin(in_float16, tx, jnp.asarray([0.1, 0.2, 0.3]), **begins, **options)
   state, metrics = step(state, jnp.asarray([[0.1, 0.2, 0.3]]))
   assert metrics["retries"] == 0

@@ -69,7 +69,7 @@ def test_a_model_state_that_changes_its_type(k):
       gradients(loss_fn, jnp.zeros(2), model_state=old, micro_batches=k)
 
 
-OPTIONS = {"plain": {}, "all": {"max_retries": 2, "micro_batches": 2, "ema_decay": 0.9}}
+OPTIONS = {"plain": {}, "all": {"max_retries": 2, "micro_batches": 2}}
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map", "vmap"])
@@ -89,7 +89,7 @@ def test_a_step_with_a_dynamic_scale_calls_loss_fn_once(name, how, devices):
     batch = batch.reshape(4, 2, 3)
   elif how != "jit":
     step = over_devices(step, devices)
-  state = mpjax.TrainState.create(jnp.ones(3), DYNAMIC, ema="ema_decay" in OPTIONS[name])
+  state = mpjax.TrainState.create(jnp.ones(3), DYNAMIC)
   jax.jit(step).lower(state, batch)
   assert len(calls) == 1
 

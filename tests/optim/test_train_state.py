@@ -19,15 +19,15 @@ ADAM = mpjax.loss_scaling(optax.adam(1e-3))
 
 def test_fields():
   params, stats, rng = {"w": jnp.ones((2, 3))}, {"mean": jnp.full(3, 0.5)}, jax.random.key(7)
-  state = mpjax.TrainState.create(params, ADAM, model_state=stats, rng=rng, ema=True)
-  assert state._fields == ("step", "params", "opt_state", "model_state", "ema", "rng")
+  state = mpjax.TrainState.create(params, ADAM, model_state=stats, rng=rng)
+  assert state._fields == ("step", "params", "opt_state", "model_state", "rng")
   assert (state.step.dtype, state.step.shape, int(state.step)) == (jnp.int32, (), 0)
   assert jax.tree.structure(state.opt_state) == jax.tree.structure(ADAM.init(params))
-  assert bits((state.params, state.model_state, state.ema)) == bits((params, stats, params))
+  assert bits((state.params, state.model_state)) == bits((params, stats))
   assert state.rng == rng
   assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
   bare = mpjax.TrainState.create(params, ADAM)
-  assert (bare.model_state, bare.ema, bare.rng) == ((), (), None)
+  assert (bare.model_state, bare.rng) == ((), None)
   assert bare.replace(step=3) == bare._replace(step=3)
 
 
@@ -51,13 +51,13 @@ def test_on_a_mesh(devices, axis_type):
   cut = jax.NamedSharding(mesh, jax.P("data"))
   params = {"w": jax.device_put(jnp.ones((8, 2), jnp.bfloat16), cut)}
   tx = mpjax.loss_scaling(mpjax.master_weights(optax.adam(1e-3)))
-  state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0), model_state=0.5, ema=True)
+  state = mpjax.TrainState.create(params, tx, rng=jax.random.key(0), model_state=0.5)
   for path, x in jax.tree_util.tree_leaves_with_path(state):
     expected = cut if x.shape == (8, 2) else jax.NamedSharding(mesh, jax.P())
     assert x.sharding.is_equivalent_to(expected, x.ndim), path
     assert x.committed
-  # The parameter, its master, two moments, the average.
-  assert sum(x.shape == (8, 2) for x in jax.tree.leaves(state)) == 5
+  # The parameter, its master, two moments.
+  assert sum(x.shape == (8, 2) for x in jax.tree.leaves(state)) == 4
 
 
 def test_a_state_for_one_device_is_there_altogether():
@@ -100,8 +100,6 @@ def test_arguments_that_are_taken_for_others():
   for rng, got in ((42, "42"), (two, "[2")):
     with refused(TypeError, f"{call}(rng)", "one PRNG key", got, "jax.random.key(0)"):
       create(params, ADAM, rng=rng)
-  with refused(TypeError, f"{call}(ema)", "a bool", "{", "Pass True or False."):
-    create(params, ADAM, ema=params)
   unscaled, made = "a tuple without a loss scale", f"{call}(params, tx)"
   optimizer = "the optimizer, an optax transformation"
   for given, tx, expected, got, fix in (
@@ -111,13 +109,13 @@ def test_arguments_that_are_taken_for_others():
   ):
     with refused(TypeError, f"{call}(tx)", expected, got, fix):
       create(given, tx)
-  expected, got = "arguments params, tx, model_state, rng, ema", "an unexpected keyword argument"
+  expected, got = "arguments params, tx, model_state, rng", "an unexpected keyword argument"
   with refused(TypeError, call, expected, f"{got} 'apply_fn'. Write", made):
     create(apply_fn=print, params=params, tx=ADAM)
 
 
 def test_the_scale_has_to_cover_the_entire_optimizer_of_one_loss():
-  # What is outside of it would move on a skipped step, or see scaled gradients.
+  # What is outside of it would move on a skipped step.
   sgd, static, labels = optax.sgd(0.5), mpjax.StaticLossScale(2), {"w": "a", "v": "b"}
   scaled = {name: mpjax.loss_scaling(sgd, static, name=name) for name in "ab"}
   two_losses = mpjax.loss_scaling(sgd, {"a": static, "b": static})

@@ -18,11 +18,10 @@ SKIPPED = "mpjax.check_skipped_steps"
 
 
 def test_against_numpy():
-  # Loss, norm, momentum and average of five steps, in float64.
-  step, state = begin(quadratic, params=jnp.asarray([1.0, -2.0, 0.5]), ema=True, ema_decay=0.75)
+  # Loss, norm and momentum of five steps, in float64.
+  step, state = begin(quadratic, params=jnp.asarray([1.0, -2.0, 0.5]))
   x, y = (rows(8)[key].astype(np.float64) for key in "xy")
   params, momentum = np.asarray([1, -2, 0.5]), np.zeros(3)
-  average = params
   for count in range(5):
     error = x @ params - y
     grads = x.T @ error / 8
@@ -32,26 +31,10 @@ def test_against_numpy():
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(np.sum(grads**2)), rtol=1e-6)
     momentum = 0.5 * momentum + grads
     params = params - 0.5 * momentum
-    average = 0.75 * average + 0.25 * params
     np.testing.assert_allclose(state.params, params, rtol=1e-5)
-    np.testing.assert_allclose(state.ema, average, rtol=1e-5)
     assert state.step == count + 1
   assert {metrics[name].dtype for name in ("loss", "grad_norm")} == {jnp.dtype(jnp.float32)}
   assert "retries" not in metrics
-
-
-@pytest.mark.filterwarnings("ignore:.*stored in low precision")
-def test_the_random_bits_of_rounding_are_its_own_in_each_step():
-  tx = mpjax.loss_scaling(optax.sgd(2.0**-10), mpjax.SkipNonfinite())
-  loss_fn = loss_of(lambda params, batch: jnp.sum(params.astype(jnp.float32)))
-  params, rng, options = jnp.ones(64, jnp.bfloat16), jax.random.key(3), {"rounding": "stochastic"}
-  step, state = begin(loss_fn, tx, params, rng=rng, donate=False, **options)
-  found = [step(state._replace(step=jnp.int32(k)), jnp.zeros(2))[0].params for k in range(2)]
-  # Nor those of the keys of the state, of the first step, of its micro-batches.
-  key = jax.random.fold_in(rng, 0)
-  for other in (rng, key, *(jax.random.fold_in(key, index) for index in range(2))):
-    found.append(mpjax.apply_updates(params, jnp.full(64, -(2.0**-10)), key=other, **options))
-  assert len({x.tobytes() for x in map(np.asarray, found)}) == len(found)
 
 
 def test_numbers_of_a_skipped_step_are_reported_as_they_are():
@@ -71,14 +54,14 @@ def test_numbers_of_a_skipped_step_are_reported_as_they_are():
 def test_without_scaling_nothing_is_checked():
   # NoLossScale: plain optax in one call; a NaN is applied, as it is there.
   tx = mpjax.loss_scaling(optax.sgd(0.5, momentum=0.5), mpjax.NoLossScale())
-  step, state = begin(quadratic, tx, ema=True, ema_decay=0.5, micro_batches=2)
-  scaled_step, scaled = begin(quadratic, ema=True, ema_decay=0.5, micro_batches=2)
+  step, state = begin(quadratic, tx, micro_batches=2)
+  scaled_step, scaled = begin(quadratic, micro_batches=2)
   state, metrics = step(state, rows(8))
   assert without_scale(state) == without_scale(scaled_step(scaled, rows(8))[0])
   assert chosen(metrics, "finite", "total", "loss_scale") == [True, 0, 1]
   state, metrics = step(state, rows(8) | {"x": rows(8)["x"] * np.nan})
   assert state.step == 2
-  assert np.all(np.isnan([state.params, state.ema]))
+  assert np.all(np.isnan(state.params))
 
 
 @pytest.mark.standard_promotion
@@ -120,8 +103,7 @@ def test_donation(name):
   rng, stats = jax.random.key(0), jnp.ones(2)
   wide, half = jnp.ones((4, 3)), jnp.ones((4, 3), jnp.bfloat16)
   params = {"w": wide, "tied": wide, "h": half, "tied half": half}
-  begins = {"model_state": (stats, stats), "rng": rng, "ema": True}
-  step, state = begin(loss_fn, tx, params, **begins, ema_decay=0.5)
+  step, state = begin(loss_fn, tx, params, model_state=(stats, stats), rng=rng)
   old = state
   for factor in (1.0, np.nan, 1.0):
     state, metrics = step(state, jnp.full((8, 4), factor))
@@ -181,12 +163,9 @@ def test_bad_arguments():
     ("tx", optax.sgd, TypeError, "an optax transformation", "a function", "mpjax.loss_scaling("),
     ("micro_batches", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
     ("max_retries", True, TypeError, "an integer", "True of type bool", "a Python int"),
-    ("ema_decay", "0.9", ValueError, "a float in [0, 1), or None", "'0.9'", "0.999 averages"),
     ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
     ("micro_batches", 0, ValueError, "at least 1", "0", "Pass 1 to keep"),
     ("max_retries", -1, ValueError, "at least 0", "-1", "Pass 0 to disable"),
-    ("ema_decay", 1.0, ValueError, "a float in [0, 1)", "1.0", "0.999 averages"),
-    ("rounding", "random", ValueError, "'nearest' or 'stochastic'", "'random'", "Did you mean"),
   ):
     with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
       mpjax.make_train_step(**{"loss_fn": quadratic, "tx": SGD, name: value})

@@ -30,11 +30,7 @@ def of_optimizer(tx):
   return mpjax.make_train_step(quadratic, tx)(state, BATCH)
 
 
-AVERAGE = "an average in the state exactly if ema_decay is given"
-KEEP_AVERAGE = "TrainState.create(..., ema=True) together with make_train_step(ema_decay=0.999)"
 CONSTANT = "0 with a constant loss scale"
-STOCHASTIC = "mpjax.make_train_step(rounding='stochastic'): step(state)"
-KEY = "TrainState.create(..., rng=jax.random.key(0))"
 
 REFUSED = {
   "a dict": (
@@ -57,21 +53,9 @@ REFUSED = {
     lambda: of_optimizer(TWO),
     (TypeError, STEP, ONE_LOSS, "2 loss scale(s) inside of a LossScalingState", "mpjax.scaled"),
   ),
-  "an average without a decay": (
-    lambda: step_with()(create(SGD, ema=True), BATCH),
-    (ValueError, "step(state): ema", AVERAGE, "ema_decay=None and an average", KEEP_AVERAGE),
-  ),
-  "a decay without an average": (
-    lambda: step_with(ema_decay=0.5)(create(SGD, ema=False), BATCH),
-    (ValueError, "step(state): ema", AVERAGE, "ema_decay=0.5 and no average", KEEP_AVERAGE),
-  ),
   "retries at a constant scale": (
     lambda: step_with(max_retries=2)(create(SGD), BATCH),
     (ValueError, "(max_retries)", CONSTANT, "2 with 'static(scale=8)'", "Use DynamicLossScale"),
-  ),
-  "stochastic rounding without a key": (
-    lambda: step_with(rounding="stochastic")(create(SGD), BATCH),
-    (ValueError, STOCHASTIC, "a PRNG key in the state", "None for rng", KEY),
   ),
 }
 """Steps that are refused, and their errors."""
