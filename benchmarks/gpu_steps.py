@@ -35,8 +35,6 @@ BASES = {
   "masters, dynamic": "masters",
   "split masters": "masters",
   "float8": "policy",
-  "activations": "dynamic scale",
-  "activations, a sample alone": "dynamic scale",
 }
 """Which version each is compared with. `micro-batches` are those inside of one step, in float32;
 `window` is one of several steps, with one update at its end; both without a scale. `masters` are of
@@ -67,24 +65,6 @@ def updated(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tupl
   (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   return (optax.apply_updates(params, updates), rest, opt_state), value
-
-
-def sampling_step(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
-  """`run.mpjax_step` that samples activations. `hlo` counts the branch that does not."""
-  params, old, opt_state = state
-  loss = functools.partial(run.loss_fn, apply)
-  opt_state = mpjax.sample_activations(loss, opt_state)(params, old, *batch)
-  return run.mpjax_step(tx, apply, (params, old, opt_state), *batch)
-
-
-def sample_alone(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
-  """What a sampled step computes beside its training step."""
-  params, rest, opt_state = state
-  # Numbers that the compiler knows, so that it leaves no branch.
-  opt_state = opt_state._replace(calls=jnp.int32(0), every=jnp.int32(1))
-  loss = functools.partial(run.loss_fn, apply)
-  opt_state = mpjax.sample_activations(loss, opt_state)(params, rest, *batch)
-  return (params, rest, opt_state), opt_state.calls
 
 
 def masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
@@ -159,7 +139,6 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
   unscaled = mpjax.loss_scaling(adamw, mpjax.NoLossScale())
   window = optax.MultiSteps(adamw, MICRO_BATCHES).gradient_transformation()
   scaled = mpjax.loss_scaling(adamw, dynamic)
-  monitored = mpjax.monitor_activations(scaled, "**", every=100)
   by_hand = (low, variables, (params, jax.eval_shape(adamw.init, params)))
   found = (
     with_tx(run.mpjax_step, mpjax.loss_scaling(adamw, static)),
@@ -179,7 +158,5 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     with_tx(scaled_masters, mpjax.loss_scaling(mastered, dynamic), low),
     with_tx(updated, mpjax.master_weights(run.optimizer(), storage="split"), low),
     (functools.partial(run.plain_step, float8), state(adamw)),
-    with_tx(sampling_step, monitored),
-    (functools.partial(sample_alone, apply), state(monitored)),
   )
   return dict(zip(BASES, found, strict=True))

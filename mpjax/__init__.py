@@ -24,7 +24,6 @@ if TYPE_CHECKING:
   from mpjax._debug.compare import compare
   from mpjax._debug.find_nonfinite import find_nonfinite
   from mpjax._debug.ranges import ranges
-  from mpjax._debug.sample_activations import sample_activations
   from mpjax._debug.tune import tune
   from mpjax._io.convert import convert
   from mpjax._jaxpr.op_lists import OpLists
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
   from mpjax._optim.master_weights import master_weights
   from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.monitor import monitor
-  from mpjax._optim.monitor_activations import monitor_activations
   from mpjax._optim.scaled import scaled
   from mpjax._optim.state_dtype import state_dtype
   from mpjax._optim.train_state import TrainState
@@ -61,8 +59,7 @@ __all__ += ["apply_updates", "scaled"]
 __all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
 __all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
 __all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
-__all__ += ["audit", "compare", "find_nonfinite", "ranges", "tune"]
-__all__ += ["monitor", "monitor_activations", "sample_activations"]
+__all__ += ["audit", "compare", "find_nonfinite", "monitor", "ranges", "tune"]
 __all__ += ["MpjaxError", "convert"]
 
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
@@ -73,7 +70,6 @@ _ON_FIRST_USE = {
   "_debug.compare": "compare",
   "_debug.find_nonfinite": "find_nonfinite",
   "_debug.ranges": "ranges",
-  "_debug.sample_activations": "sample_activations",
   "_debug.tune": "tune",
   "_io.convert": "convert",
   "_autocast.kernels": "low_precision",
@@ -89,7 +85,6 @@ _ON_FIRST_USE = {
   "_optim.master_weights": "master_weights",
   "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
   "_optim.monitor": "monitor",
-  "_optim.monitor_activations": "monitor_activations",
   "_optim.scaled": "scaled",
   "_optim.state_dtype": "state_dtype",
   "_optim.train_state": "TrainState",

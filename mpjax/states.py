@@ -8,17 +8,14 @@ True
 from mpjax._optim.inner_state import inner_state
 from mpjax._optim.master_weights import master_params, set_master_params
 from mpjax._optim.monitor import monitor_counts
-from mpjax._optim.monitor_activations import ActivationStatistics, activation_statistics
 from mpjax._optim.set_loss_scale import set_loss_scale
 from mpjax._optim.states import (
   AccumulationState,
-  ActivationMonitorState,
   LossScalingState,
   MasterWeightsState,
   MonitorState,
 )
 
-__all__ = ["AccumulationState", "ActivationMonitorState", "ActivationStatistics"]
-__all__ += ["LossScalingState", "MasterWeightsState", "MonitorState"]
-__all__ += ["activation_statistics", "inner_state", "master_params", "monitor_counts"]
+__all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]
+__all__ += ["inner_state", "master_params", "monitor_counts"]
 __all__ += ["set_loss_scale", "set_master_params"]

@@ -4,7 +4,6 @@ import argparse
 import json
 
 from docs.figures import (
-  activations,
   audit,
   casts,
   compare,
@@ -28,7 +27,6 @@ FIGURES = {
   "float8": float8,
   "tpu": tpu,
   "compare": compare,
-  "activations": activations,
   "audit": audit,
   "nonfinite": nonfinite,
   "tune": tune,
@@ -43,7 +41,7 @@ def main() -> None:
   if unknown := [name for name in options.names if name not in FIGURES]:
     parser.error(f"unknown: {', '.join(unknown)}")
   if options.measure:
-    for figure in (activations, compare, memory, nonfinite, tune, underflow):
+    for figure in (compare, memory, nonfinite, tune, underflow):
       found = json.dumps(figure.measure(), indent=2)
       figure.MEASURED.write_text(found + "\n", encoding="utf-8")
   for name in options.names or FIGURES:

@@ -206,18 +206,6 @@ def is_nonzero(x: Array) -> Array:
   return _bits(x)[1] != 0
 
 
-def is_subnormal(x: Array) -> Array:
-  """Returns where a floating array is below the smallest normal number of its dtype, and not 0."""
-  # XLA for CPU cannot bitcast formats of 4 bits. In float32 all their numbers are normal.
-  if x.dtype.itemsize == 1:
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    return (magnitude > 0) & (magnitude < float(jnp.finfo(x.dtype).smallest_normal))
-  size = _bits(x)[1]
-  # The bits of positive floats have the order of their values.
-  smallest = np.asarray(jnp.finfo(x.dtype).smallest_normal, x.dtype).view(size.dtype)
-  return jnp.logical_and(size != 0, size < smallest)
-
-
 def changes_nothing(old: Array, new: Array, update: Array) -> Array:
   """Returns which updates are lost: not zero, and `new`, the rounded sum, is the `old` number.
 

@@ -133,20 +133,15 @@ class Modules(NamedTuple):
 _LOOPS = (Holds.SCAN, Holds.SHARD_MAP)
 """The steps in which each value has one shape for all iterations and devices."""
 
-ALL_BODIES = (*_LOOPS, Holds.COND, Holds.WHILE)
 
-
-def find_modules(
-  body: Body, weights: Collection[int], entered: Collection[Holds] = _LOOPS
-) -> Modules:
+def find_modules(body: Body, weights: Collection[int]) -> Modules:
   """Returns the calls of modules in a function.
 
   Args:
     body: the steps of the function.
     weights: the positions of its parameters.
-    entered: the kinds of steps whose insides are read too. Others are read as one operation.
   """
-  finder = _Finder(weights, entered)
+  finder = _Finder(weights)
   for position, slot in enumerate(body.inputs):
     finder.origins[slot] = Origin(position)
   finder.read_body(body, frozenset(), ())
@@ -190,9 +185,8 @@ def _module_path(scopes: Scopes) -> str:
 class _Finder:
   """Reads the steps of a function once, in order."""
 
-  def __init__(self, weights: Collection[int], entered: Collection[Holds]) -> None:
+  def __init__(self, weights: Collection[int]) -> None:
     self.weights = weights
-    self.entered = entered
     self.calls: list[ComparedCall] = []
     self.readers: dict[int, Reader] = {}
     self.avals: dict[int, ShapedArray] = {}
@@ -241,27 +235,24 @@ class _Finder:
         self.loops[slot] = loops
 
   def _is_entered(self, step: Step) -> bool:
-    return step.holds in self.entered and bool(step.bodies)
+    return step.holds in _LOOPS and bool(step.bodies)
 
   def _read_bodies(self, step: Step, outer: frozenset[str], loops: tuple[Loop, ...] | None) -> None:
-    """Reads the steps inside of a loop, a branch or a `shard_map`."""
+    """Reads the steps inside of a `scan` or a `shard_map`."""
     # The module around a loop has its call outside. Its path inside would be a second call of it.
     outer |= set(paths_of(step.location))
     for inner, body in zip(step.inner, step.bodies, strict=True):
       inside = loops
       if step.holds is Holds.SHARD_MAP:
         inside = None
-      # A branch runs once at most, so it adds no axis of iterations.
-      elif loops is not None and step.holds is not Holds.COND:
+      elif loops is not None:
         inside = (*loops, Loop(step.number, inner.times or 0, inner.reverse))
       self._pass_on(step, inner, body)
       self.read_body(body, outer, inside)
 
   def _pass_on(self, step: Step, inner: Inner, body: Body) -> None:
     """Notes which inputs of a body nothing has computed."""
-    # The body of a `while` under `vmap` has one more input: which lanes go on.
-    pairs = zip(body.inputs, inner.operands or (), strict=False)
-    for position, (slot, i) in enumerate(pairs):
+    for position, (slot, i) in enumerate(zip(body.inputs, inner.operands or (), strict=True)):
       outside = step.ins[i]
       origin = self.origins.get(outside) if isinstance(outside, int) else Origin(None)
       # The carry has the value of the last iteration, which the body computed.

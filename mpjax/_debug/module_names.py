@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.types import Function, PyTree
-from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.arguments import Call
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
 from mpjax._policy.policy import Policy
@@ -55,10 +55,3 @@ def in_models(fn: Function, call: Call) -> InModules | None:
     if has_models(program):
       return InModules(candidate, program)
   return None
-
-
-def traced_with_modules(fn: Function, call: Call) -> ClosedJaxpr:
-  """Returns the jaxpr of a function, with the modules of models or the scopes of parameters."""
-  # Without Flax models, the paths of parameters serve as modules.
-  of_models = in_models(fn, call)
-  return call.traced(with_parameter_scopes(fn))[0] if of_models is None else of_models.program

@@ -11,20 +11,13 @@ from mpjax._optim.find_scale import is_scaling_state, with_classes
 from mpjax._optim.optimizer_trees import stands_for
 from mpjax._optim.states import (
   AccumulationState,
-  ActivationMonitorState,
   MasterWeightsState,
   MonitorState,
   StochasticState,
 )
 
 # All have the state of the optimizer inside in a field `inner_state`. Add new wrappers here.
-_WRAPPERS = (
-  AccumulationState,
-  ActivationMonitorState,
-  MasterWeightsState,
-  MonitorState,
-  StochasticState,
-)
+_WRAPPERS = (AccumulationState, MasterWeightsState, MonitorState, StochasticState)
 
 
 def inner_state(opt_state: OptState) -> OptState:

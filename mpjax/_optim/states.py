@@ -110,28 +110,6 @@ class MonitorState(NamedTuple):
   inner_state: OptState
 
 
-class ActivationMonitorState(NamedTuple):
-  """The state of `mpjax.monitor_activations`.
-
-  Args:
-    activations: float32 of shape (5,) for each glob of module paths: the `ActivationStatistics` of
-      the last sample. A headroom of inf is the largest number of float32.
-    calls: int32 of shape (), how often `mpjax.sample_activations` was called.
-    every: int32 of shape (), how many calls there are for one sample.
-    inner_state: the state of the inner optimizer.
-
-  >>> import jax.numpy as jnp, mpjax, optax
-  >>> tx = mpjax.monitor_activations(optax.sgd(0.1), "encoder/*")
-  >>> list(tx.init(jnp.ones(2)).activations)
-  ['encoder/*']
-  """
-
-  activations: dict[str, Array]
-  calls: Array
-  every: Array
-  inner_state: OptState
-
-
 class StochasticState(NamedTuple):
   """The state of `mpjax.state_dtype(..., rounding="stochastic")`."""
 

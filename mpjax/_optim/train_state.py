@@ -16,12 +16,7 @@ from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.master_weights import master_params
 from mpjax._optim.optimizer_trees import nodes_of, place_like, strong
-from mpjax._optim.states import (
-  ActivationMonitorState,
-  LossScalingState,
-  MasterWeightsState,
-  MonitorState,
-)
+from mpjax._optim.states import LossScalingState, MasterWeightsState, MonitorState
 from mpjax._optim.wrapper_checks import refuse_integers
 
 
@@ -106,7 +101,7 @@ def own_scale(opt_state: OptState, where: str) -> OwnedScale:
   # These wrappers may be around the scale, since they pass NaN on and count no steps.
   # `accumulate_gradients` counts.
   outermost = opt_state
-  while isinstance(outermost, (ActivationMonitorState, MasterWeightsState, MonitorState)):
+  while isinstance(outermost, (MasterWeightsState, MonitorState)):
     outermost = outermost.inner_state
   if not isinstance(outermost, LossScalingState) or len(scales) > 1:
     expected = "mpjax.loss_scaling around the entire optimizer, for one loss"

@@ -2,11 +2,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import named_scope
 from jax.random import key
 
 from mpjax._debug.arguments import Call
-from mpjax._debug.module_names import has_models, traced_with_modules, with_models
+from mpjax._debug.module_names import has_models, in_models, with_models
 from mpjax._jaxpr.graph import Graph
 
 X = np.ones((2, 4), np.float32)
@@ -14,8 +13,9 @@ X = np.ones((2, 4), np.float32)
 
 def paths_of(fn, *args):
   """Returns the paths of the matmuls."""
-  program = traced_with_modules(fn, Call(args, {}))
-  return [operation.where.path for operation, *_ in Graph(program).matmuls()]
+  found = in_models(fn, Call(args, {}))
+  assert found is not None
+  return [operation.where.path for operation, *_ in Graph(found.program).matmuls()]
 
 
 def test_modules_of_linen():
@@ -31,14 +31,8 @@ def test_modules_of_nnx():
   assert paths_of(model, X) == expected
 
 
-def test_scopes_and_parameters_of_functions():
-  def fn(params, x):
-    with named_scope("first"):
-      x = x @ params["a"]["w"]
-    return x @ params["b"]["w"]
-
-  params = {"a": {"w": jnp.ones((4, 4))}, "b": {"w": jnp.ones((4, 2))}}
-  assert paths_of(fn, params, X) == ["first", "b"]
+def test_a_function_has_no_models():
+  assert in_models(jnp.sin, Call((X,), {})) is None
 
 
 def test_only_models_of_flax_have_marks():

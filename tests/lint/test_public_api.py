@@ -23,7 +23,7 @@ PUBLIC = {
     *("convert", "find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped"),
     "loss_scaling",
     *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
-    *("monitor_activations", "policy_scope", "ranges", "sample_activations", "scaled"),
+    *("policy_scope", "ranges", "scaled"),
     *("state_dtype", "step_applied", "tune", "unscale", "value_and_grad", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
@@ -38,8 +38,7 @@ PUBLIC = {
     "TuneReport",
   ],
   "mpjax.states": [
-    *("AccumulationState", "ActivationMonitorState", "ActivationStatistics", "LossScalingState"),
-    *("MasterWeightsState", "MonitorState", "activation_statistics"),
+    *("AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"),
     *("inner_state", "master_params", "monitor_counts", "set_loss_scale", "set_master_params"),
   ],
 }
