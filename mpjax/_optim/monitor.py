@@ -48,7 +48,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   inner = check_inner(inner, where)
 
   def init(params: Params) -> MonitorState:
-    return MonitorState(place_like(params, _zeros_for(params)), inner.init(params))
+    return place_like(params, MonitorState(_zeros_for(params), inner.init(params)))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree

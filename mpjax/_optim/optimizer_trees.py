@@ -260,13 +260,24 @@ def strong(x: Leaf) -> Leaf:
 
 
 def place_like(params: Params, state: T) -> T:
-  """Returns `state` with its own arrays where `params` are: replicated on their mesh."""
-  # `init` creates scalars uncommitted, on the default device. `jit` returns them on the mesh, which
-  # is another type of argument. The second step would be compiled again.
+  """Returns `state` with a buffer for each array, where `params` are: replicated on their mesh."""
 
   def is_concrete(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
+  # A step cannot donate one buffer twice. If it donates a buffer of the parameters with the state,
+  # the parameters are deleted.
+  used = set(map(id, jax.tree.leaves(params)))
+
+  def own(x: Leaf) -> Leaf:
+    if is_concrete(x) and id(x) in used:
+      x = jnp.copy(x)
+    used.add(id(x))
+    return x
+
+  state = jax.tree.map(own, state)
+  # `init` creates scalars uncommitted, on the default device. `jit` returns them on the mesh, which
+  # is another type of argument. The second step would be compiled again.
   committed = [x.sharding for x in jax.tree.leaves(params) if is_concrete(x) and x.committed]
   meshes = [sharding.mesh for sharding in committed if isinstance(sharding, jax.NamedSharding)]
   if meshes:

@@ -31,7 +31,13 @@ from mpjax._core.types import (
 from mpjax._optim.apply_updates import check_rounding, round_stochastically
 from mpjax._optim.find_scale import refuse_scale_inside
 from mpjax._optim.master_weights import init_in_float32, update_in_float32
-from mpjax._optim.optimizer_trees import align_gradients, arrays_only, float32_view, merge_updates
+from mpjax._optim.optimizer_trees import (
+  align_gradients,
+  arrays_only,
+  float32_view,
+  merge_updates,
+  place_like,
+)
 from mpjax._optim.states import StochasticState
 from mpjax._optim.wrapper_checks import check_inner, check_state
 from mpjax._policy.dtypes import parse_dtype
@@ -126,9 +132,9 @@ def state_dtype(
     if "nu" in dtypes and not stochastic:
       _warn_of_decays(inner, params, dtypes["nu"])
     if not stochastic:
-      return _rounded_to_nearest(inner_state, dtypes, containers)
+      return place_like(params, _rounded_to_nearest(inner_state, dtypes, containers))
     steps = jnp.zeros((), jnp.int32)
-    return _rounded_stochastically(inner_state, dtypes, containers, steps)
+    return place_like(params, _rounded_stochastically(inner_state, dtypes, containers, steps))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree

@@ -119,6 +119,42 @@ def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
   assert optimizer_trees.place_like(params, {"a": there})["a"] is there
 
 
+# Its state holds the parameters twice.
+SHARING = optax.GradientTransformation(lambda params: (params, params), lambda g, s, p=None: (g, s))
+WRAPPERS = {
+  "loss_scaling": mpjax.loss_scaling,
+  "accumulate_gradients": lambda tx: mpjax.accumulate_gradients(tx, 2),
+  "master_weights": mpjax.master_weights,
+  "split": lambda tx: mpjax.master_weights(tx, storage="split"),
+  "monitor": mpjax.monitor,
+  "state_dtype": lambda tx: mpjax.state_dtype(tx, mu="bfloat16"),
+  "stochastic": lambda tx: mpjax.state_dtype(tx, mu="bfloat16", rounding="stochastic"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_parameters_and_state_can_be_donated(wrap, dtype):
+  tx = wrap(optax.chain(SHARING, optax.adam(0.1)))
+  params = {"w": jnp.ones(2, dtype), "b": jnp.zeros(3, dtype)}
+  state = tx.init(params)
+  arrays = jax.tree.leaves((params, state))
+  assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+  step = jax.jit(lambda p, s: tx.update(p, s, p)[1], donate_argnums=(1,))
+  for _ in range(2):
+    state = step(params, state)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+def test_an_abstract_state_is_placed():
+  tx, params = mpjax.accumulate_gradients(optax.adam(0.1), 2), jnp.ones(2)
+  assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params)) == jax.tree.map(
+    jax.typeof, tx.init(params)
+  )
+  assert jax.tree.structure(jax.eval_shape(tx.init, params)) == jax.tree.structure(tx.init(params))
+
+
 def test_a_gradient_is_wide_where_its_parameter_is(set_flag):
   set_flag("jax_enable_x64", True)
   params = {"d": np.ones(1), "f": np.ones(1, np.float32), "c": np.ones(1, np.complex64)}
