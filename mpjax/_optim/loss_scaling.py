@@ -20,7 +20,7 @@ from mpjax._core.errors import (
 )
 from mpjax._core.fused_leaves import first_nonfinite, least_nonfinite
 from mpjax._core.trees import in_low_precision
-from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
+from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.find_scale import check_scales, refuse_scale_inside
 from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
 from mpjax._optim.loss_scale import (
@@ -38,7 +38,6 @@ from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
   as_stored,
-  at_least_float32,
   differentiated,
   float32_view,
   hide_untrained,
@@ -46,6 +45,7 @@ from mpjax._optim.optimizer_trees import (
   merge_updates,
   place_like,
   step_or_select,
+  sum_of,
   unless_there_before,
 )
 from mpjax._optim.states import LossScalingState, ScaleState
@@ -376,7 +376,7 @@ class LossScaling:
       return dict.fromkeys(self.configs, total), total
     by_label = {label: aligned(each) for label, each in self._by_label(tree, argument).items()}
     # In float32, because a sum of bfloat16 gradients would round once more.
-    total = jax.tree.map(_sum, *by_label.values())
+    total = sum_of([*by_label.values()])
     # `NoLossScale` goes on in the dtype of the gradients.
     return by_label, total if self.is_scaled else as_stored(total, next(iter(by_label.values())))
 
@@ -415,12 +415,6 @@ class LossScaling:
     call = f"mpjax.loss_scaling(axis_name={self.axis_name!r})"
     check_axes(axes, call, call="update", fix=fix)
     return jax.lax.pmin(least, axes)
-
-
-def _sum(*grads: Leaf) -> Leaf:
-  """Returns the sum of one leaf over losses; the first of what has no gradient."""
-  is_trained = is_inexact(grads[0])
-  return functools.reduce(jnp.add, map(at_least_float32, grads)) if is_trained else grads[0]
 
 
 def _warn_of_half(params: Params, inner_state: OptState) -> None:

@@ -15,7 +15,14 @@ from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
 from mpjax._core.trees import pick
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.find_scale import scales_in
-from mpjax._optim.optimizer_trees import differentiated, leaves_with_path, place_like, states_of
+from mpjax._optim.optimizer_trees import (
+  at_least_float32,
+  differentiated,
+  leaves_with_path,
+  place_like,
+  states_of,
+  sum_of,
+)
 from mpjax._optim.states import MonitorState
 from mpjax._optim.wrapper_checks import check_inner, check_params, check_state
 
@@ -24,7 +31,9 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   """Wrap an optimizer so that it counts zero gradients and lost updates of each parameter.
 
   Put it outermost, because it compares updates with the stored parameters. It does not change
-  the updates. `mpjax.states.monitor_counts` returns the counts of the last applied step.
+  the updates. `mpjax.states.monitor_counts` returns the counts of the last step that updated the
+  parameters. If all updates are zero although a gradient is not, the step counts as none: it was
+  skipped, or was a micro-batch of an open window.
 
   Args:
     inner: the optimizer, with a loss scale or without.
@@ -61,8 +70,9 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     # sum, as `inner` sees it. Parameters may be a dict with these keys too.
     by_loss = isinstance(updates, Mapping) and set(updates) == {one.name for one in scales}
     if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
-      updates = functools.reduce(functools.partial(jax.tree.map, jnp.add), updates.values())
+      updates = sum_of(updates.values())
     counts = _count(updates, params, new_updates, old.counts)
+    counts = pick(_is_update(counts), counts, old.counts)
     # A skipped step has updates of -0.0, which are no news. Keep the counts of the applied step.
     for one in scales:
       if one.state is not None:
@@ -116,8 +126,9 @@ def _count(
 
   def count(p: Leaf, g: Leaf, u: Leaf) -> Array:
     p, g, u = map(jnp.asarray, (p, g, u))
-    # Add as `optax.apply_updates` does: in the wider dtype, then rounded to that of the parameter.
-    wide = jnp.promote_types(p.dtype, u.dtype)
+    # Add as `mpjax.apply_updates` does: in float32, then rounded to the dtype of the parameter.
+    # Sums of 16-bit numbers are those of `optax.apply_updates` too, bit for bit.
+    wide = jnp.promote_types(at_least_float32(p).dtype, at_least_float32(u).dtype)
     new = (p.astype(wide) + u.astype(wide)).astype(p.dtype)
     lost = changes_nothing(p, new, u.astype(wide))
     masks = jnp.logical_not(nonzero(g)), nonzero(u), lost
@@ -132,8 +143,18 @@ def _count(
   return {name: count(*(tree[name] for tree in trees)) for name in counted}
 
 
+def _is_update(counts: Mapping[str, Array]) -> Array:
+  """Whether a step with these counts has updated the parameters, or has had nothing to do.
+
+  A micro-batch of an open window has gradients, and updates of zero.
+  """
+  rows = [jnp.stack([size - zeros, updates]) for size, zeros, updates, _ in counts.values()]
+  gradients, updates = functools.reduce(jnp.maximum, rows, np.zeros(2, np.int32))
+  return jnp.logical_or(updates > 0, gradients == 0)
+
+
 def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
-  """Return the counts of `mpjax.monitor` for the last applied step.
+  """Return the counts of `mpjax.monitor` for the last step that updated the parameters.
 
   Args:
     opt_state: a state that holds one of `mpjax.monitor`, or several for parts of the tree; an

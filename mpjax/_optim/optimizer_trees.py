@@ -113,6 +113,18 @@ def at_least_float32(x: Leaf) -> Array:
   return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
 
 
+def sum_of(losses: Iterable[Grads]) -> Grads:
+  """Returns the sum of the gradients of several losses, in float32."""
+
+  def add(*grads: Leaf) -> Leaf:
+    # The `float0` gradients of integers cannot be added.
+    return (
+      functools.reduce(jnp.add, map(at_least_float32, grads)) if is_inexact(grads[0]) else grads[0]
+    )
+
+  return jax.tree.map(add, *losses)
+
+
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
   """Returns `new` with floating leaves in the dtype of `old` where that is low precision."""
   if jax.tree.structure(old) != jax.tree.structure(new):

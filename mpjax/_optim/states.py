@@ -98,7 +98,7 @@ class MonitorState(NamedTuple):
 
   Args:
     counts: int32 of shape (4,) for each parameter, by its path: elements, zero gradients, nonzero
-      updates and lost updates of the last applied step.
+      updates and lost updates of the last step that updated the parameters.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax

@@ -37,6 +37,7 @@ def counts_of(opt_state, path):
 
 
 HALF = pytest.mark.filterwarnings("ignore:.*stored in low precision")
+SKIP = mpjax.SkipNonfinite()
 
 
 @HALF
@@ -80,6 +81,64 @@ def test_masters_lose_nothing():
   tx = mpjax.monitor(mpjax.loss_scaling(mpjax.master_weights(optax.sgd(1.0))))
   _, state = jax.jit(tx.update)(grads, tx.init(params), params)
   assert (counts_of(state, "w"), counts_of(state, "norm")) == ([3, 1, 1, 0], [3, 1, 2, 1])
+
+
+@HALF
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+  ("wrap", "counts"),
+  [
+    (lambda tx: mpjax.loss_scaling(tx, SKIP), [3, 1, 2, 1]),
+    # The update leads to the rounded master: it is zero where that has not moved.
+    (mpjax.master_weights, [3, 1, 1, 0]),
+  ],
+  ids=["loss_scaling", "master_weights"],
+)
+def test_updates_of_float8_parameters_are_counted(wrap, counts, dtype):
+  params = jnp.ones(3, dtype)
+  tx = mpjax.monitor(wrap(optax.sgd(0.5)))
+  grads = jnp.asarray([1.0, 2.0**-6, 0.0], dtype)
+  _, state = tx.update(grads, tx.init(params), params)
+  assert counts_of(state, "params") == counts
+
+
+@pytest.mark.parametrize(
+  "window",
+  [
+    lambda tx: mpjax.accumulate_gradients(tx, 3),
+    lambda tx: optax.MultiSteps(tx, 3).gradient_transformation(),
+    lambda tx: optax.chain(tx, optax.apply_every(3)),
+  ],
+  ids=["accumulate_gradients", "MultiSteps", "apply_every"],
+)
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: mpjax.loss_scaling(tx, SKIP)])
+def test_micro_batches_of_an_open_window_keep_the_counts(window, wrap):
+  params, seen = jnp.ones(2), []
+  tx = mpjax.monitor(wrap(window(optax.sgd(1e-9))))
+  state = tx.init(params)
+  for _ in range(5):
+    _, state = jax.jit(tx.update)(jnp.ones(2), state, params)
+    seen.append(counts_of(state, "params"))
+  assert seen == [[0, 0, 0, 0]] * 2 + [[2, 0, 2, 2]] * 3
+
+
+def test_a_step_whose_gradients_all_underflow_is_counted():
+  tx, params = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1), SKIP)), jnp.ones(2)
+  _, state = tx.update(jnp.ones(2), tx.init(params), params)
+  _, state = tx.update(jnp.zeros(2), state, params)
+  assert counts_of(state, "params") == [2, 2, 0, 0]
+
+
+def test_of_several_losses_the_zeros_of_the_sum_are_counted():
+  params = {"w": jnp.ones(4), "steps": jnp.zeros((), jnp.int32)}
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1), {"a": SKIP, "b": SKIP}))
+  # In float16 the sum in third place is inf, which is not zero either.
+  a, b = (jnp.asarray(x, "float16") for x in ([1, 1, 6e4, 0], [-1, -4, 6e4, 0]))
+  zero = np.zeros((), jax.dtypes.float0)
+  grads = {"a": {"w": a, "steps": zero}, "b": {"w": b, "steps": zero}}
+  updates, state = tx.update(grads, tx.init(params), params)
+  assert counts_of(state, "w") == [4, 2, 2, 0]
+  np.testing.assert_allclose(updates["w"], [0, 0.3, -12000, 0], rtol=1e-3)
 
 
 @HALF

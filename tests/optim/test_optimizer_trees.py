@@ -43,6 +43,12 @@ def test_half_parameters_warn_once_and_train_in_float32():
   assert bits(updates) == bits(ADAM.update(wide[0], ADAM.init(wide[1]), wide[1])[0])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_narrow_parameter_without_a_master_warns(dtype):
+  with pytest.warns(UserWarning, match="1 parameters are stored in low precision"):
+    ADAM.init(jnp.ones(2, dtype))
+
+
 @DROP_IN
 def test_hidden_leaves_come_through_untouched(config):
   key = jax.random.key(0)
