@@ -95,7 +95,7 @@ def accumulate_gradients(
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     total = jax.tree.map(jnp.add, state.total, grads)
-    count = state.micro_batches + 1
+    count = jnp.asarray(optax.safe_increment(state.micro_batches))
     window = _window(every, state.updates_done)
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window

@@ -15,6 +15,7 @@ from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
 from mpjax._core.trees import pick
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.find_scale import scales_in
+from mpjax._optim.loss_scale import INT32_MAX
 from mpjax._optim.optimizer_trees import (
   at_least_float32,
   differentiated,
@@ -121,9 +122,6 @@ def _count(
     # By bits: a comparison with 0 on a CPU takes subnormal numbers for zero.
     return is_nonzero(jnp.real(x)) | is_nonzero(jnp.imag(x))
 
-  def add(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(map(jnp.add, a, b))
-
   def count(p: Leaf, g: Leaf, u: Leaf) -> Array:
     p, g, u = map(jnp.asarray, (p, g, u))
     # Add as `mpjax.apply_updates` does: in float32, then rounded to the dtype of the parameter.
@@ -135,12 +133,17 @@ def _count(
     # One variadic reduction, not three sums: each array that the masks read is read once.
     numbers = tuple(mask.astype(jnp.int32) for mask in masks)
     zeros = (np.int32(0),) * len(masks)
-    sums = jax.lax.reduce(numbers, zeros, add, tuple(range(p.ndim)))
-    return jnp.stack([jnp.full((), p.size, jnp.int32), *sums])
+    sums = jax.lax.reduce(numbers, zeros, added, tuple(range(p.ndim)))
+    return jnp.stack([jnp.full((), min(p.size, INT32_MAX), jnp.int32), *sums])
 
   trees = tuple(map(_by_name, (params, grads, updates)))
   # In the order of the old counts, since a dict of another order is another tree to `jax.lax.cond`.
   return {name: count(*(tree[name] for tree in trees)) for name in counted}
+
+
+def added(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
+  """Returns sums of counts. They stop at 2^31 - 1, since a parameter may have more elements."""
+  return tuple(x + jnp.minimum(y, INT32_MAX - x) for x, y in zip(a, b, strict=True))
 
 
 def _is_update(counts: Mapping[str, Array]) -> Array:

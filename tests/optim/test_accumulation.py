@@ -155,6 +155,13 @@ def test_counts_do_not_wrap():
   assert (new.updates_done, new.micro_batches) == (2**31 - 1, 0)
 
 
+def test_the_count_of_a_window_stops_at_its_limit():
+  tx = mpjax.accumulate_gradients(optax.sgd(0.1), 2)
+  state = tx.init(PARAMS)._replace(micro_batches=jnp.int32(2**31 - 1))
+  _, state = tx.update(PARAMS, state, PARAMS)
+  assert (state.micro_batches, state.updates_done) == (0, 1), "the window was full"
+
+
 def test_a_loss_scale_inside_is_refused():
   scaled, off = mpjax.loss_scaling(optax.sgd(0.1)), mpjax.NoLossScale()
   nested = optax.chain(optax.clip(1.0), scaled), mpjax.master_weights(scaled)

@@ -9,6 +9,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._jaxpr.reader import walk
+from mpjax._optim.monitor import added
 from tests.errors import refused
 
 pytestmark = pytest.mark.standard_promotion("dtypes")
@@ -127,6 +128,14 @@ def test_a_step_whose_gradients_all_underflow_is_counted():
   _, state = tx.update(jnp.ones(2), tx.init(params), params)
   _, state = tx.update(jnp.zeros(2), state, params)
   assert counts_of(state, "params") == [2, 2, 0, 0]
+
+
+def test_counts_of_a_parameter_of_2_to_the_31_elements_stop_at_their_limit():
+  tx, large = mpjax.monitor(optax.sgd(0.1)), jax.ShapeDtypeStruct((2**16, 2**15), "float32")
+  _, state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), large)
+  assert state.counts["params"].dtype == jnp.int32
+  below = np.int32(2**31 - 2)
+  assert added([below], [below]) == added([below], [np.int32(1)]) == (2**31 - 1,)
 
 
 def test_of_several_losses_the_zeros_of_the_sum_are_counted():
