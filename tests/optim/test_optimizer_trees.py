@@ -153,6 +153,18 @@ def test_parameters_and_state_can_be_donated(wrap, dtype):
   assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_tree_as_mask_may_be_of_stored_dtypes(wrap):
+  params = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
+  mask = jax.tree.map(lambda p: p.dtype == jnp.bfloat16, params)
+  tx = wrap(optax.chain(optax.adam(0.1), optax.masked(optax.set_to_zero(), mask)))
+  state = tx.init(params)
+  for _ in range(2):
+    updates, state = tx.update(params, state, params)
+  assert jax.tree.map(lambda u: bool(jnp.any(u != 0)), updates) == {"w": False, "b": True}
+
+
 def test_an_abstract_state_is_placed():
   tx, params = mpjax.accumulate_gradients(optax.adam(0.1), 2), jnp.ones(2)
   assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params)) == jax.tree.map(
