@@ -93,6 +93,18 @@ def both(one, x, other, y):
   plain_step(*other, y)
 
 
+def test_metrics_that_are_read_after_the_call_count_what_was_taken_back():
+  one, other = training(), training()
+
+  @nnx.jit
+  def read_around(one, other):
+    both(one, GOOD, other, BAD)
+    return counts(one[1]), counts(other[1])
+
+  found = read_around(one, other)
+  assert found == (counts(one[1]), counts(other[1])) == ((1, 1, 1, False),) * 2
+
+
 def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_well():
   # Else they were of a step that the parameters have not made; split masters were others.
   labels = lambda params: jax.tree.map(lambda p: p.ndim, params)  # noqa: E731
