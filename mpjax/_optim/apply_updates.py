@@ -18,8 +18,8 @@ from mpjax._core.trees import (
   is_none,
   tree_differences,
 )
-from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates
-from mpjax._optim.master_weights import differentiated_as, merged_masters, stored
+from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates, is_inexact
+from mpjax._optim.master_weights import differentiated_as, merged_masters, plus, stored
 from mpjax._optim.optimizer_trees import refuse_none, states_of
 from mpjax._optim.states import MasterWeightsState
 
@@ -157,11 +157,13 @@ def _add(param: Leaf, update: Leaf, key: Array | None) -> Array:
   # None of the sums below is defined for keys and functions.
   if _is_untrained(param):
     return cast("Array", param)
+  if not is_inexact(param):
+    return cast("Array", optax.apply_updates(param, update))
   # float32 and wider sums are those of optax, bit for bit.
   if not in_low_precision(param):
-    return cast("Array", optax.apply_updates(param, update))
+    return plus(param, update)
   # A weakly typed update would be added, and lost, in low precision.
-  exact = jnp.asarray(param, jnp.float32) + jnp.asarray(update, jnp.float32)
+  exact = plus(jnp.asarray(param, jnp.float32), jnp.asarray(update, jnp.float32))
   if key is None:
     return exact.astype(param.dtype)
   return round_stochastically(exact, param.dtype, key)

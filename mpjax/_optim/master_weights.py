@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
-from mpjax._core.leaves import raw_value, set_raw_value
+from mpjax._core.leaves import is_nonzero, raw_value, set_raw_value
 from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.trees import (
   check_alike,
@@ -67,6 +67,15 @@ def differentiated_as(exact: Numeric) -> Callable[[Numeric], Numeric]:
   return decorate
 
 
+@differentiated_as(lambda param, update: (param + update).astype(param.dtype))
+def plus(param: Array, update: Array) -> Array:
+  """Returns a parameter plus its update. An update of -0.0 keeps all bits of the parameter."""
+  # A CPU flushes subnormal numbers in additions. Such an update is that of a skipped step.
+  parts = (jnp.real(update), jnp.imag(update)) if jnp.iscomplexobj(update) else (update,)
+  is_nothing = functools.reduce(jnp.logical_and, (jnp.signbit(u) & ~is_nonzero(u) for u in parts))
+  return jnp.where(is_nothing, param, (param + update).astype(param.dtype))
+
+
 @differentiated_as(lambda master: master)
 def bounded(master: Array) -> Array:
   """Returns a float32 master no larger than what rounds to a finite bfloat16; an inf stays."""
@@ -121,7 +130,7 @@ def split_update(master: Array, param: Array) -> tuple[Array, Array]:
   update = update_to(master, param)
   # Compute the parameter that the caller's addition will give. The sum of the two is a bfloat16
   # number, also in float32.
-  return update, split(master, param.astype(jnp.float32) + update)
+  return update, split(master, plus(param.astype(jnp.float32), update))
 
 
 def _rounded(master: Array, dtype: DType) -> Array:
@@ -230,7 +239,7 @@ def master_weights(
     # 1. `inner` makes its step from the masters, not from the rounded parameters.
     trained = map_masters(_trained, state.master, params)
     new_updates, inner_state = inner.update(grads, state.inner_state, trained, **extra_args)
-    moved = optax.apply_updates(trained, new_updates)
+    moved = jax.tree.map(plus, trained, new_updates)
 
     # 2. Each update leads from the stored parameter to the rounded new master.
     def committed(m: Leaf, new: Leaf, p: Leaf, u: Leaf) -> tuple[Leaf, Leaf]:

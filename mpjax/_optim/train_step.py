@@ -128,9 +128,8 @@ def make_train_step(
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops at 2^31 - 1 instead of wrapping.
     new = TrainState(step, params, opt_state, results.model_state, state.rng)
     # The optimizer has kept its own state in a skipped step. The rest of the state is chosen here.
-    # If the loss scale is not outermost, the updates of that step are -0.0. To add them keeps all
-    # bits but subnormal numbers, which a CPU flushes to 0.
-    kept = ("step", "model_state") if outermost else ("step", "model_state", "params")
+    # The updates of that step are -0.0, with which `apply_updates` keeps all bits.
+    kept = ("step", "model_state")
     news, olds = ({name: getattr(tree, name) for name in kept} for tree in (new, state))
     new = new._replace(**keep_if_skipped(opt_state, news, olds)) if _skips(state) else new
     # `trace_loss` has refused metrics of `loss_fn` with these names.

@@ -348,3 +348,62 @@ def test_a_nan_of_any_payload_stays_one(half):
   updates = np.asarray([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001] * 100, np.uint32).view(np.float32)
   found = COMPILED(zeros(updates, half), updates, key=KEY)
   assert np.all(np.isnan(np.asarray(found, np.float32)))
+
+
+def smallest(dtype):
+  """Returns zeros of both signs, subnormal numbers of both signs, and others."""
+  low = float(jnp.finfo(dtype).smallest_subnormal)
+  return jnp.asarray(np.asarray([-0.0, 0.0, low, -low, 1.5, -2.0]).astype(dtype))
+
+
+def window(tx):
+  return mpjax.accumulate_gradients(tx, 2)
+
+
+def split(tx):
+  return mpjax.master_weights(tx, storage="split")
+
+
+SKIPPING = {
+  "loss_scaling": mpjax.loss_scaling,
+  "check_updates": functools.partial(mpjax.loss_scaling, check_updates=True),
+  "masters inside": lambda tx: mpjax.loss_scaling(mpjax.master_weights(tx)),
+  "masters around": lambda tx: mpjax.master_weights(mpjax.loss_scaling(tx)),
+  "split inside": lambda tx: mpjax.loss_scaling(split(tx)),
+  "split around": lambda tx: split(mpjax.loss_scaling(tx)),
+  "monitor": lambda tx: mpjax.monitor(mpjax.loss_scaling(tx)),
+  "window": lambda tx: mpjax.loss_scaling(window(tx)),
+  "window of masters": lambda tx: mpjax.loss_scaling(window(mpjax.master_weights(tx))),
+  "masters of a window": lambda tx: mpjax.master_weights(mpjax.loss_scaling(window(tx))),
+  "state_dtype": lambda tx: mpjax.loss_scaling(mpjax.state_dtype(tx, mu="bfloat16")),
+}
+FORMATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*stored in low precision")
+@pytest.mark.standard_promotion("dtypes")
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("wrap", SKIPPING.values(), ids=SKIPPING)
+def test_a_skipped_step_keeps_the_bits_of_zeros_and_subnormal_numbers(wrap, dtype):
+  tx, params = wrap(optax.adamw(0.1)), {"w": smallest(jnp.dtype(dtype))}
+  state, grads = tx.init(params), {"w": jnp.full(6, jnp.nan)}
+  updates, new = tx.update(grads, state, params)
+  assert bits(mpjax.apply_updates(params, updates, new)) == bits(params)
+  # Masters around the scale are updated by themselves.
+  assert bits(mpjax.states.inner_state(new)) == bits(mpjax.states.inner_state(state))
+  if isinstance(state, mpjax.states.MasterWeightsState):
+    assert bits(new.master) == bits(state.master)
+
+
+@pytest.mark.standard_promotion("dtypes")
+def test_a_skipped_step_of_optax_keeps_the_signs_of_zeros():
+  params = optax.LookaheadParams.init_synced(jnp.asarray([-0.0, 0.0, 1.0]))
+  tx = mpjax.loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+  updates, _ = tx.update(jnp.full(3, jnp.nan), tx.init(params), params)
+  assert bits(optax.apply_updates(params, updates)) == bits(params)
+
+
+def test_an_update_of_negative_zero_has_the_derivative_of_a_sum():
+  nothing = jnp.full(2, -0.0)
+  one = jax.grad(lambda u: jnp.sum(mpjax.apply_updates(jnp.ones(2), u)))(nothing)
+  assert one.tolist() == [1, 1]
