@@ -20,11 +20,11 @@ PUBLIC = {
     *("OpLists", "Policy", "Rule"),
     *("SkipNonfinite", "StaticLossScale", "TrainState", "accumulate_gradients", "apply_updates"),
     *("audit", "autocast", "check_loss_scaling", "check_skipped_steps", "compare"),
-    *("convert", "find_nonfinite", "full_precision", "inner_grad", "keep_if_skipped"),
+    *("convert", "find_nonfinite", "full_precision", "keep_if_skipped"),
     "loss_scaling",
     *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
     *("policy_scope", "ranges", "scaled"),
-    *("state_dtype", "step_applied", "tune", "unscale", "value_and_grad", "with_policy"),
+    *("state_dtype", "step_applied", "tune", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
   "mpjax.errors": [
