@@ -1,4 +1,4 @@
-"""Which result is the new version of which argument follows from names, shapes and dtypes."""
+"""Which results may be new versions of which arguments follows from names, shapes and dtypes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,116 +7,93 @@ import pytest
 
 import mpjax
 from mpjax._optim.find_scale import leaves_of
-from mpjax._optim.new_versions import NewVersions, names_of
+from mpjax._optim.new_versions import groups_as_stated, groups_by_tree, names_of
 from tests.errors import refused
 
-WHERE = "mpjax.check_loss_scaling(step)"
 W, B, NUMBER = np.zeros((2, 3), np.float32), np.zeros(3, np.float32), np.zeros((), np.float32)
 COUNT = np.zeros((), np.int32)
 T = {"w": W, "b": B}
+MOMENTS = {"mu": T, "nu": T, "count": COUNT}
 
 
 def specs(tree):
-  return {path: (x.shape, x.dtype) for path, x in leaves_of(tree).items()}
+  return {names_of(path): (x.shape, x.dtype) for path, x in leaves_of(tree).items()}
 
 
-def versions_of(args, results, kwargs=None):
-  return NewVersions(specs((*args, kwargs or {})), specs(results), len(args))
+def roots_of(args, kwargs):
+  return {i: (str(i),) for i in range(len(args))} | {k: (str(len(args)), k) for k in kwargs}
 
 
-def paired(args, results, kwargs=None):
-  """Returns the new version of each array that has one, as texts."""
-  versions = versions_of(args, results, kwargs)
-  versions.pair_trees()
-  return {"".join(x): "".join(new) for x, new in versions.pairs.items()}
+def as_text(groups):
+  return {" ".join(map("/".join, x)): " ".join(map("/".join, y)) for x, y in groups}
 
 
-def wholes(args, results, kwargs=None):
-  """Returns the nodes that are paired: each text without the name of its last array."""
-  pairs = paired(args, results, kwargs)
-  return {
-    x.removesuffix("['w']"): new.removesuffix("['w']") for x, new in pairs.items() if "w" in x
-  }
-
-
-PAIRS = {
-  "one tree": ((T,), T, {"[0]": ""}),
-  "elsewhere": ((W, T), (NUMBER, {"new": T}), {"[1]": "[1]['new']"}),
-  "at their places": ((T, T), (T, T, NUMBER), {"[0]": "[0]", "[1]": "[1]"}),
-  "a log of the same tree": ((T,), (T, {"grads": T}), {"[0]": "[0]"}),
-  "one that is not returned": ((T, T), (T, NUMBER), {"[0]": "[0]"}),
-  "a part of a dict": (({"params": T, "more": B},), (T, NUMBER), {"[0]['params']": "[0]"}),
-  "another dtype": ((T,), ({"w": W.astype(np.float16), "b": B.astype(np.float16)},), {}),
-  "no part of a tuple": (((W, B),), (W, NUMBER), {}),
-}
-
-
-@pytest.mark.parametrize("kind", PAIRS)
-def test_trees_are_paired(kind):
-  args, results, expected = PAIRS[kind]
-  assert wholes(args, results) == expected
-
-
-def test_a_larger_tree_is_paired_first():
+GROUPS = {
+  "one tree": ((T,), {}, T, {"0": ""}),
+  "elsewhere": ((W, T), {}, (NUMBER, {"new": T}), {"1": "1/new"}),
+  "two of two": ((T, T), {}, (T, T, NUMBER), {"0 1": "0 1"}),
+  "a log of the same tree": ((T,), {}, (T, {"grads": T}), {"0": "0 1/grads"}),
+  "one that is not returned": ((T, T), {}, (T, NUMBER), {"0 1": "0"}),
+  "a part of a dict": (({"params": T, "more": B},), {}, (T, NUMBER), {"0/params": "0"}),
+  "a part of a tuple": (((B, T),), {}, (T, NUMBER), {"0/1": "0"}),
+  "a part of a state": (({"opt": MOMENTS, "p": B},), {}, {"opt": MOMENTS}, {"0/opt": "opt"}),
+  "another dtype": ((T,), {}, {"w": W.astype(np.float16), "b": B.astype(np.float16)}, {}),
+  "no array of a batch": (((W, B),), {}, (W, NUMBER), {}),
   # Moments have the tree of the parameters.
-  state = {"mu": T, "nu": T, "count": COUNT}
-  assert wholes((T, state), (NUMBER, state, T)) == {
-    "[0]": "[2]",
-    "[1]['mu']": "[1]['mu']",
-    "[1]['nu']": "[1]['nu']",
-  }
-
-
-def test_a_keyword_argument_has_the_place_of_its_name():
-  pairs = wholes((), {"params": T, "ema": T, "loss": NUMBER}, {"ema": T, "params": T})
-  assert pairs == {"[0]['ema']": "['ema']", "[0]['params']": "['params']"}
-
-
-ARRAYS = {
-  "an array": ((W,), (NUMBER, W), {"[0]": "[1]"}),
-  "a number at its place": ((NUMBER, W), (NUMBER, NUMBER), {"[0]": "[0]"}),
-  "a number elsewhere": ((W, NUMBER), (NUMBER, T), {}),
-  "a number of its name": (({"n": COUNT, "x": B},), ({"n": COUNT},), {"[0]['n']": "[0]['n']"}),
-  "a number of another name": (({"n": COUNT, "x": B},), ({"m": COUNT},), {}),
+  "the largest first": ((T, MOMENTS), {}, (NUMBER, MOMENTS, T), {"1": "1", "0": "2"}),
+  "moments alone": ((T, MOMENTS), {}, (NUMBER, T), {"0 1/mu 1/nu": "1"}),
+  "keywords": ((), {"p": T, "ema": T}, {"p": T, "ema": T, "loss": NUMBER}, {"0/p 0/ema": "ema p"}),
+  "an array": ((W,), {}, (NUMBER, W), {"0": "1"}),
+  "a number at its place": ((NUMBER, W), {}, (NUMBER, NUMBER), {"0": "0"}),
+  "a number elsewhere": ((W, NUMBER), {}, (NUMBER, T), {}),
+  "a number of its name": (({"n": COUNT, "x": B},), {}, ({"n": COUNT},), {"0/n": "0/n"}),
+  "a number of another name": (({"n": COUNT, "x": B},), {}, ({"m": COUNT},), {}),
 }
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_single_arrays_are_paired(kind):
-  args, results, expected = ARRAYS[kind]
-  assert paired(args, results) == expected
+@pytest.mark.parametrize("kind", GROUPS)
+def test_trees_are_grouped(kind):
+  args, kwargs, results, expected = GROUPS[kind]
+  roots = roots_of(args, kwargs).values()
+  assert as_text(groups_by_tree(specs((*args, kwargs)), specs(results), roots)) == expected
 
 
-AMBIGUOUS = {
-  "two results": ((T,), (NUMBER, T, T), "the arguments [0] the results [1]; [2]"),
-  "two arguments": ((NUMBER, T, T), (T,), "the arguments [1]; [2] the results [0]"),
-  "one left of each": ((T, T), (T, {"grads": T}), "the arguments [1] the results [1]['grads']"),
+STATE = {"opt": MOMENTS, "params": T, "key": COUNT}
+STATED = {
+  "arguments": ((T, MOMENTS), (T, MOMENTS, NUMBER), (0, 1, None), {"0": "0", "1": "1"}),
+  "a list": (([W, B],), ([W, B],), (0,), {"0": "0"}),
+  "a list that is a result": (([W, B],), [W, B], (0, 0), {"0/0": "0", "0/1": "1"}),
+  "parts": (
+    *((STATE,), (STATE, NUMBER), ({"opt": 0, "params": 0, "key": None}, None)),
+    {"0/opt": "0/opt", "0/params": "0/params"},
+  ),
+  "parts elsewhere": ((STATE, T), {"params": T, "new": T}, {"params": 0, "new": 1}, None),
+  "fewer arrays": ((STATE,), {"opt": MOMENTS}, 0, {"0": ""}),
 }
 
 
-@pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_ambiguous_pairs_raise_an_error(kind):
-  args, results, got = AMBIGUOUS[kind]
-  with refused(ValueError, WHERE, "one result", got, "returns=(0, 1, None)"):
-    paired(args, results)
+@pytest.mark.parametrize("kind", STATED)
+def test_stated_pairs(kind):
+  args, results, returns, expected = STATED[kind]
+  stated = {names_of(k): x for k, x in leaves_of(returns, is_leaf=lambda x: x is None).items()}
+  groups = groups_as_stated(stated, specs((*args, {})), specs(results), roots_of(args, {}))
+  assert as_text(groups) == (expected or {"0/params": "params", "1": "new"})
 
 
-def test_containers_of_two_states_are_paired_with_the_states():
-  state = {"opt": {"scale": NUMBER}, "params": T, "ema": T}
-  versions = versions_of((state, T), ({"grads": T}, state))
-  versions.pair_around(("[0]", "['opt']"), ("[1]", "['opt']"))
-  assert versions.pairs[("[0]", "['ema']", "['w']")] == ("[1]", "['ema']", "['w']")
-  assert not versions.inferred
-
-
-def test_places_are_as_seen_from_the_state():
-  # The results have a loss more, so that there is no equal tree around.
-  versions = versions_of(({"s": B, "a": T, "b": T},), {"s": B, "a": T, "b": T, "loss": NUMBER})
-  versions.pair_state(("[0]", "['s']"), ("['s']",))
-  versions.pair_around(("[0]", "['s']"), ("['s']",))
-  versions.pair_trees()
-  assert versions.pairs[("[0]", "['a']", "['w']")] == ("['a']", "['w']")
-  assert ("[0]", "['a']", "['w']") in versions.inferred
+@pytest.mark.parametrize(
+  ("stated", "expected", "got"),
+  [
+    ({("0",): 2, ("1",): None}, "names of arguments: 0, 1", "2"),
+    ({("0",): "ema", ("1",): None}, "names of arguments: 0, 1", "'ema'"),
+    ({("0",): 1, ("1",): None}, "a new version of argument 1 at 0", "no array there"),
+    ({("0", "x"): 0, ("1",): None}, "a new version of argument 0 at 0/x", "no array there"),
+    ({("0",): 0}, "an entry for each result", "none for 1"),
+  ],
+)
+def test_pairs_that_do_not_fit_are_refused(stated, expected, got):
+  args, results = (T, W), (T, NUMBER)
+  with refused(ValueError, "mpjax.check_loss_scaling(returns)", expected, got, "position"):
+    groups_as_stated(stated, specs((*args, {})), specs(results), roots_of(args, {}))
 
 
 def test_attributes_and_keys_have_the_same_names():
