@@ -31,8 +31,6 @@ NOT_IN = {name: f"{PREFIX}not-{name}=" for name in ("format", "low")}
 Of a format, the reason follows the name of the recipe and a colon.
 """
 
-INNER_GRAD = "mpjax_inner_grad"
-"""The scope of `mpjax.inner_grad`. Without `PREFIX`, so that rewriting keeps it."""
 
 Direction: TypeAlias = Literal["forward", "backward", "recomputed"]
 """The pass that an operation belongs to; "recomputed": forward work that `remat` repeats."""
@@ -102,7 +100,7 @@ def path_of(scopes: tuple[str, ...]) -> str:
   method_around = ""  # the method in the scope around, "" for none
   for scope, inside in itertools.pairwise((*scopes, "")):
     # `jnp.einsum` opens a scope with its formula, such as "ij,jk->ik".
-    if scope.startswith(PREFIX) or scope == INNER_GRAD or "->" in scope:
+    if scope.startswith(PREFIX) or "->" in scope:
       continue
     name, method = _module_and_method(scope, inside)
     # A module may have two scopes. A method of it calls the module ("cell.scan_fn/cell"), or a
