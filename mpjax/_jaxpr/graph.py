@@ -170,17 +170,6 @@ class Graph:
         operation.used = True
         needed += [v.made_by for v in operation.operands]
 
-  def depends_on(self, which: Sequence[bool]) -> list[bool]:
-    """Returns which results depend on the arguments in `which`."""
-    # The loop appends to `pending`. Each value enters it once, also around a carry.
-    pending = [v for v, is_one in zip(self.arguments, which, strict=True) if is_one]
-    dependent = set(pending)
-    for value in pending:
-      new = {x for each in value.consumers for x in each.results} - dependent
-      dependent |= new
-      pending += new
-    return [x in dependent for x in self.results]
-
   @functools.cached_property
   def walks(self) -> int:
     """The number of forward walks that reach all values: 2 with loops, whose carry flows back."""

@@ -219,12 +219,11 @@ def localise(
 def _check_integers(traced: TracedLoss, model_state: PyTree, axes: tuple[Hashable, ...]) -> None:
   """Raises if an integer of the new model state may differ between devices."""
   # Floating leaves have a mean. For an integer, only the loss function knows how it is combined.
-  differing = []
-  for (path, x), differs in zip(
-    jax.tree_util.tree_leaves_with_path(model_state), traced.differs, strict=True
-  ):
-    if differs and not is_inexact(x) and not is_key(x.dtype):
-      differing.append(f"{x.dtype}{list(x.shape)} at {key_text(path)}")
+  differing = [
+    f"{x.dtype}{list(x.shape)} at {key_text(path)}"
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(model_state))
+    if not is_inexact(x) and not is_key(x.dtype) and traced.may_differ(i)
+  ]
   if differing:
     name = axes[0] if len(axes) == 1 else axes
     raise MpjaxValueError(

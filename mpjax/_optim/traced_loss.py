@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from mpjax._core.errors import (
   REFUSALS,
@@ -45,7 +46,7 @@ class TracedLoss(NamedTuple):
   function: LossFn  # jitted, and JAX keeps the trace
   jaxpr: ClosedJaxpr
   unchanged: PyTree  # for each leaf of the model state, whether it is returned as it was given
-  differs: list[bool]  # whether the new leaf may differ between the devices of a mapped axis
+  may_differ: Callable[[int], bool]  # whether a new leaf may differ between devices, by position
 
 
 def trace_loss(
@@ -70,11 +71,16 @@ def trace_loss(
   # By identity of values in the graph: an equal value that was computed is a change.
   unchanged = [graph.results[i] is graph.arguments[before + i - 1] for i in news]
   # In a `shard_map` types say which values vary. Elsewhere, all that is computed from rows may.
-  varies = [varying_axes(aval) for aval in jaxpr.in_avals]
-  differs = [bool(varying_axes(aval)) for aval in jaxpr.out_avals]
-  if not any(varies):
-    differs = graph.depends_on([i >= before + len(leaves) for i in range(len(varies))])
-  return TracedLoss(function, jaxpr, structure.unflatten(unchanged), [differs[i] for i in news])
+  has_types = any(map(varying_axes, jaxpr.in_avals))
+
+  def may_differ(position: int) -> bool:
+    if has_types:
+      return bool(varying_axes(jaxpr.out_avals[news[position]]))
+    wanted = [i == news[position] for i in range(len(jaxpr.out_avals))]
+    _, read = dce_jaxpr(jaxpr.jaxpr, wanted)
+    return any(read[before + len(leaves) :])
+
+  return TracedLoss(function, jaxpr, structure.unflatten(unchanged), may_differ)
 
 
 def _call_loss(
