@@ -139,15 +139,15 @@ def facts() -> Facts:
 def draw(theme: Theme) -> Figure:
   found = facts()
   forward, backward = found.dtypes["forward"], found.dtypes["backward"]
-  loss, unscaled = found.dtypes["loss"], found.dtypes["gradients"]
+  loss, plain = found.dtypes["loss"], found.dtypes["gradients"]
   figure, axes = style.page(728)
   flow, x = Flow(axes, theme), style.WIDTH / 2
   stored = f"matmuls in {forward}, parameters in {found.dtypes['parameters']}"
   words = [
     (f"Forward pass\n{stored}", forward),
-    (f"Loss × S\nin {loss}, times the loss scale S", loss),
+    (f"Loss\nin {loss}; its cotangent is the loss scale S", loss),
     (f"Backward pass\nmatmuls in {backward}: gradients × S", backward),
-    (f"Unscale\ngradients cast to {unscaled}, divided by S", unscaled),
+    (f"Gradients\ncast to {plain}, divided by S", plain),
   ]
   boxes = [flow.box(x, 30 + 70 * i, 320, 46, *each) for i, each in enumerate(words)]
   for above, below in pairwise(boxes):
@@ -157,7 +157,7 @@ def draw(theme: Theme) -> Figure:
 
   yes, no = 130, style.WIDTH - 130
   step = flow.box(
-    yes, 400, 240, 64, "A step\nthe optimizer updates with the\nunscaled gradients", "plain"
+    yes, 400, 240, 64, "A step\nthe optimizer updates with the\nplain gradients", "plain"
   )
   skip = flow.box(no, 400, 240, 64, "A skipped step\nas if the batch\nhad never been", "lost")
   flow.arrow([asked.left, (yes, asked.y), step.top])

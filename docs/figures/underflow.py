@@ -92,7 +92,7 @@ def draw(theme: Theme) -> Figure:
   _histogram(axes, theme, 18, "Gradients of the loss", exponents, low, high)
   peak = max(exponents, key=lambda e: exponents[e])
   _shift(axes, theme, 229, [_at(e, low, high) for e in (peak, peak + moved)], moved)
-  _histogram(axes, theme, 254, f"Gradients of the loss × 2^{moved}", scaled, low, high)
+  _histogram(axes, theme, 254, f"In the backward pass, × 2^{moved}", scaled, low, high)
   for exponent in range(-32, high, 8):
     x = _at(exponent, low, high)
     text(axes, x, 434, f"2^{exponent}", theme.faint, size=SMALL, ha="center")
