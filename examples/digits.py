@@ -9,10 +9,11 @@ which no optimizer holds. What each of them does, you would otherwise do by hand
 
   1  a `dtype` argument in every module, handed on to every layer, with norms taking their
      statistics in float32 all the same, and the logits cast back for the loss
-  2  a scale kept beside the optimizer state; gradients cast to float32 and divided by it; a look
-     at every element for inf and NaN; a choice between new and old for each leaf of parameters
-     and optimizer state; growth and backoff of the scale
-  3  the loss in float32, times the scale, inside of the function that is differentiated
+  2  a scale kept beside the optimizer state; a look at every element for inf and NaN; a choice
+     between new and old for each leaf of parameters and optimizer state; growth and backoff of the
+     scale
+  3  the loss in float32, times the scale, inside of the function that is differentiated; gradients
+     cast to float32 and divided by it
   4  the same choice between new and old for the batch statistics
 
 On several devices the step is the same: arrays say where they are, and XLA divides the work (5).

@@ -12,7 +12,7 @@ lines are all that mixed precision adds:
   1  products in half; softmax and norms in float32; parameters, in float32, are cast where they are
      used, so that what travels to the devices that need it is half
   2  on several devices gradients of kernels are added up in float32: a sum in float16 may overflow
-  3  the scale of the loss, around the clipping, which has to see gradients unscaled
+  3  the scale of the loss, around all of the optimizer: a skipped step changes none of its state
   4  parameters to write with: in half, but for those that the model uses in float32
 
 To write, the model is called with one character after the other. Keys and values of those before

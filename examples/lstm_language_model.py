@@ -9,8 +9,8 @@ text that was held out. The text is the reference of Python, see `python_referen
 
   1  products in half. What an LSTM carries along stays float32, and so do parameters, which are
      cast where they are used: their gradients are added up over time in float32
-  2  the scale of the loss. Clipping stands inside: it reads the size of gradients, and has to see
-     them unscaled
+  2  the scale of the loss, around all of the optimizer. Clipping reads the size of gradients, which
+     are plain: the scale is only in the backward pass
 
 Each window of text goes on where the one before it ended, and gradients end where windows do
 (truncated backpropagation). So the carry is state of the model, a collection of its own, which a

@@ -84,7 +84,7 @@ def train(apply, tx, steps):
 
 
 def optimizer():
-  """Returns what both runs use. Clipping reads the size of gradients: it must see unscaled ones."""
+  """Returns what both runs use. Clipping reads the size of gradients, which are plain."""
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 

@@ -14,7 +14,7 @@ The lines marked 1 to 3 are all that mixed precision adds. Where they stand in M
   1  `net.cast("float16")`, and a cast of the data
   2  `multi_precision=True` (here parameters are float32 and cast where they are used, so that they
      are their own masters), and a loss scale that one has to choose
-  3  the loss in float32, scaled; a step that overflows leaves no trace, in batch statistics either
+  3  the backward pass at the scale; a step that overflows leaves no trace, in batch statistics too
 
 Of the forward pass the outputs of the convolutions are kept, and all else is computed again (4). A
 policy keeps them in low precision, and beside them what its norms scale, which no policy of

@@ -8,7 +8,7 @@ and the lines marked 1 to 7 say what in NNabla these say:
 
   1  `get_extension_context("cudnn", type_config="half")`
   2  `scale`, `scaling_factor`, `N`: start, factor, and finite steps in a row until the scale grows
-  3  `solver` and `weight_decay`; `clip_grad_norm` before them sees unscaled gradients
+  3  `solver` and `weight_decay`; `clip_grad_norm` before them sees plain gradients
   4  `loss`, `accum_grad`: micro-batches in turn, added in float32 and divided once
   5  `comm.all_reduce(grads)`: gradients averaged in float32; all devices decide alike
   6  a step that overflows is run again at a lower scale

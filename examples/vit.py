@@ -9,7 +9,7 @@ The lines marked 1 to 5 are all that mixed precision adds to the script:
 
   1  the optimizer with a loss scale in its state
   2  the forward pass of a view of the model: same variables, half compute
-  3  the gradients, of the loss times that scale
+  3  the gradients, by a backward pass at that scale
   4  what the optimizer does not hold (the counters of dropout) skips bad steps too
   5  for inference: parameters stored in half where only half is made of them
 
