@@ -296,7 +296,7 @@ def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> FoundScale | None:
   # Under `pmap` a state has one scale for each device.
   values = [float(np.max(state.scale)) for state in states]
   largest = values.index(max(values))
-  # A static scale has no limits. 1 is the scale of the unscaled loss.
+  # A static scale has no limits. 1 is the scale of a plain backward pass.
   least = owned[largest].limits[0] if owned[largest].dynamic else 1.0
   return FoundScale(values[largest], positions, least, int(np.max(states[largest].total)))
 

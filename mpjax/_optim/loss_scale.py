@@ -66,8 +66,8 @@ class StaticLossScale:
   """A constant scale that skips steps with non-finite gradients.
 
   Args:
-    scale: the factor on the loss, a number or an array of one, in [2^-126, 2^126]. Powers of two
-      are exact; another value works and warns once.
+    scale: the factor on gradients in the backward pass, a number or an array of one, in
+      [2^-126, 2^126]. Powers of two are exact; another value works and warns once.
 
   Raises:
     MpjaxTypeError: `scale` is no number, a bool, or traced.

@@ -23,7 +23,7 @@ def loss_scaling_metrics(
   Returns:
     Arrays of shape (). Under `NoLossScale` the scale is 1, `finite` is True and every count is 0.
 
-    - `loss_scale` (float32): the factor on the next loss;
+    - `loss_scale` (float32): the scale of the next backward pass;
     - `finite` (bool): whether the last step was applied, as `mpjax.step_applied`. It is also False
       if another loss, an update or a new state was not finite;
     - `good_steps` (int32): finite steps in a row since the scale last moved;

@@ -11,7 +11,7 @@ from mpjax._core.types import Array, OptState, PyTree
 class LossScaleState(NamedTuple):
   """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
 
-  scale: Array  # float32: the factor on the next loss
+  scale: Array  # float32: that of the next backward pass
   good_steps: Array  # int32: finite gradients of this loss in a row since the scale last moved
   hysteresis: Array  # int32: overflows left before the scale backs off
   total: Array  # int32: calls of update
