@@ -57,7 +57,7 @@ def accumulate_gradients(
   >>> tx = mpjax.loss_scaling(inner, mpjax.StaticLossScale(8))
   >>> params = jnp.asarray([1.0])
   >>> opt_state = tx.init(params)
-  >>> for gradient in (8.0, jnp.inf, 24.0):
+  >>> for gradient in (1.0, jnp.inf, 3.0):
   ...   updates, opt_state = tx.update(jnp.asarray([gradient]), opt_state, params)
   >>> print(updates)
   [-2.]
