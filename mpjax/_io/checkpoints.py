@@ -465,8 +465,7 @@ def _refuse_other_configuration(target: PyTree, leaves: Mapping[str, Leaf]) -> N
     # Labels are keys of a dict, and so the first part of the path below "loss_scale".
     inside = _below(place, leaves)
     saved = {path.partition("/")[0] for path in _below("loss_scale", inside)}
-    # `NoLossScale` has an empty state, and no path in a checkpoint.
-    configured = {label for label, value in state.loss_scale.items() if value != ()}
+    configured = set(state.loss_scale)
     # Without any leaf at the place, the error about missing paths says more.
     if not inside or saved == configured:
       continue
@@ -487,4 +486,4 @@ def _below(place: str, paths: Iterable[str]) -> list[str]:
 
 
 def _labels(labels: set[str]) -> str:
-  return " and ".join(map(repr, sorted(labels))) or "none (no loss scale, or NoLossScale)"
+  return " and ".join(map(repr, sorted(labels))) or "none (no loss scale)"

@@ -30,7 +30,7 @@ from mpjax._optim.loss_scale import (
   read_kind,
   read_label,
 )
-from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState
+from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState, StepCount
 from mpjax._optim.wrapper_checks import check_state
 
 
@@ -41,13 +41,18 @@ class OwnedScale(NamedTuple):
   owner: LossScalingState
   label: str
   name: str | None
-  numbers: Any  # of `LossScaleState`, in variables perhaps; () under `NoLossScale`
+  numbers: Any  # of a `ScaleState`, in variables perhaps
   fields: Mapping[str, float]  # of the configuration
 
   @property
   def state(self) -> LossScaleState | None:
     """The numbers, or None under `NoLossScale`."""
-    return LossScaleState(*map(raw_value, self.numbers)) if self.numbers else None
+    return LossScaleState(*map(raw_value, self.numbers)) if self.skips else None
+
+  @property
+  def skips(self) -> bool:
+    """Whether steps may be skipped."""
+    return self.kind is not NoLossScale
 
   @property
   def dynamic(self) -> bool:
@@ -139,19 +144,19 @@ def _is_loss_scale(label: object, numbers: object) -> bool:
   """Whether an entry of a mapping holds the numbers of a loss scale."""
   if not isinstance(label, str) or not isinstance(numbers, Mapping) or not is_label(label):
     return False
-  # `NoLossScale` stores nothing.
-  fields = () if read_kind(label) is NoLossScale else LossScaleState._fields
-  return set(numbers) == set(fields)
+  return set(numbers) == set(_class_of(label)._fields)
+
+
+def _class_of(label: str) -> type[LossScaleState] | type[StepCount]:
+  """Returns the class of the numbers that belong to a label."""
+  return StepCount if read_kind(label) is NoLossScale else LossScaleState
 
 
 def with_classes(node: PyTree) -> LossScalingState:
   """Returns a node that `is_scaling_state` as an instance of its class."""
   if isinstance(node, LossScalingState):
     return node
-  scales = {
-    label: LossScaleState(**numbers) if numbers else ()
-    for label, numbers in node["loss_scale"].items()
-  }
+  scales = {label: _class_of(label)(**numbers) for label, numbers in node["loss_scale"].items()}
   # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
   return LossScalingState(scales, node.get("inner_state", ()))
 
@@ -176,10 +181,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   """Returns the one loss scale in `opt_state` (called `name`, if one is given)."""
   scales = scales_in(opt_state)
   if not scales:
-    fix = (
-      "Wrap the optimizer: tx = mpjax.loss_scaling(tx). "
-      "Under NoLossScale() pass the nnx.Optimizer, not its nnx.State."
-    )
+    fix = "Wrap the optimizer: tx = mpjax.loss_scaling(tx)."
     if isinstance(opt_state, optax.GradientTransformation):
       fix = "Pass its state, opt_state = tx.init(params), or an nnx.Optimizer."
     elif is_nnx_object(opt_state):
@@ -205,8 +207,11 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
 
 def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleState:
   """Returns the numbers of the one loss scale in `opt_state`; `NoLossScale` has those of 1."""
-  if (state := find_scale(opt_state, where, name).state) is None:
-    return LossScaleState(*init_scale(StaticLossScale(1)))
+  owned = find_scale(opt_state, where, name)
+  state = owned.state
+  if state is None:
+    total = raw_value(owned.numbers.total)
+    state = LossScaleState(*init_scale(StaticLossScale(1)))._replace(total=total)
   if _is_constant(state.total):
     raise _stale(where, _CONSTANT)
   return state
@@ -220,7 +225,7 @@ def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | No
   of a donated state raises too. Outside `jit` the function cannot detect an old state, and reads
   its scale.
   """
-  if not owned.numbers:
+  if not owned.skips:
     return lambda beside: None
   # Close over the scale alone. The whole state would keep the moments in memory.
   source, is_dynamic = owned.numbers.scale, owned.dynamic
@@ -299,7 +304,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
 
 def _is_scaled(tree: PyTree) -> bool:
   """Whether there is a loss scale in `tree`, other than `NoLossScale`."""
-  return any(one.numbers for one in scales_in(tree))
+  return any(one.skips for one in scales_in(tree))
 
 
 def _beside_in_chain(parts: list[PyTree]) -> str:

@@ -22,7 +22,7 @@ from mpjax._core.errors import (
 )
 from mpjax._core.fused_leaves import read_together
 from mpjax._core.types import Array
-from mpjax._optim.states import LossScaleState, ScaleState
+from mpjax._optim.states import LossScaleState, ScaleState, StepCount
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
@@ -35,7 +35,7 @@ UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda
 @check_init("Write mpjax.NoLossScale().")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoLossScale:
-  """No scaling, no check and no skipped step: nothing is added to the jaxpr.
+  """No scaling, no check and no skipped step: only the steps are counted.
 
   For float32 and bfloat16, whose gradients do not underflow. Functions of mpjax see a scale of 1,
   so that one argument switches scaling off. `SkipNonfinite` skips steps without scaling.
@@ -263,9 +263,9 @@ COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits",
 
 def init_scale(config: LossScale) -> ScaleState:
   """Returns the state before the first step."""
-  if isinstance(config, NoLossScale):
-    return ()
   match config:
+    case NoLossScale():
+      return StepCount(jnp.asarray(0, jnp.int32))
     # Constant scales never back off, so their hysteresis is 0.
     case SkipNonfinite():
       scale, hysteresis = 1.0, 0
@@ -314,7 +314,7 @@ def adjust(
   read = read_together(old | new)
   state = state._replace(**{field: read[field] for field in old})
   first_bad, own_finite, applied, all_finite = (read[key] for key in new)
-  good_steps = jnp.where(own_finite, _count_up(state.good_steps, own_finite), 0)
+  good_steps = jnp.where(own_finite, count_up(state.good_steps, own_finite), 0)
   scale = state.scale
   hysteresis = state.hysteresis
   floor_hits = state.floor_hits
@@ -328,7 +328,7 @@ def adjust(
     factor = jnp.where(back_off, jnp.float32(config.backoff_factor), jnp.float32(1))
     factor = jnp.where(grow, jnp.float32(config.growth_factor), factor)
     # An overflow at the minimum: the loss itself or the data is the cause.
-    floor_hits = _count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
+    floor_hits = count_up(floor_hits, jnp.logical_and(back_off, scale <= low))
     # The limits also catch products that overflow to inf or underflow to 0.
     scale = jnp.minimum(jnp.maximum(scale * factor, low), high)
     hysteresis = jnp.where(grow, config.hysteresis, left)
@@ -336,23 +336,23 @@ def adjust(
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
   # By identity, `atomic_step` sees that one update led from the old state to the new one.
-  total = _count_up(state.total, True)
+  total = count_up(state.total, True)
   UPDATED.get()(old["total"], total)
   return LossScaleState(
     scale=scale,
     good_steps=good_steps,
     hysteresis=hysteresis,
     total=total,
-    skipped=_count_up(state.skipped, skip),
-    consecutive_skips=jnp.where(skip, _count_up(state.consecutive_skips, skip), 0),
+    skipped=count_up(state.skipped, skip),
+    consecutive_skips=jnp.where(skip, count_up(state.consecutive_skips, skip), 0),
     floor_hits=floor_hits,
     # All gradients were finite, so only an update or the new state can be the cause.
-    bad_updates=_count_up(state.bad_updates, jnp.logical_and(all_finite, skip)),
+    bad_updates=count_up(state.bad_updates, jnp.logical_and(all_finite, skip)),
     first_bad=first_bad,
     finite=applied,
   )
 
 
-def _count_up(count: Array, by_one: Array | bool) -> Array:
+def count_up(count: Array, by_one: Array | bool = True) -> Array:
   """Returns a counter after a step; it stops at 2^31 - 1 instead of wrapping to a negative."""
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from mpjax._optim.loss_scale import (
   SkipNonfinite,
   StaticLossScale,
   adjust,
+  count_up,
   init_scale,
   write_label,
 )
@@ -48,7 +49,7 @@ from mpjax._optim.optimizer_trees import (
   sum_of,
   unless_there_before,
 )
-from mpjax._optim.states import LossScalingState, ScaleState
+from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState, StepCount
 from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes, check_inner
 
 _INIT = "mpjax.loss_scaling(inner)"
@@ -91,8 +92,8 @@ def loss_scaling(
   Args:
     inner: the optimizer, or any optax transformation.
     loss_scale: `DynamicLossScale`, `StaticLossScale`, `SkipNonfinite` or `NoLossScale`, or a dict
-      from names of losses to these. With `NoLossScale`, `inner` is called as it is and nothing is
-      added to the jaxpr.
+      from names of losses to these. With `NoLossScale`, `inner` is called as it is, and only
+      the steps are counted.
     axis_name: the mapped axis, or axes, over which all devices must decide alike (`shard_map`,
       `pmap`, `vmap`). Average the gradients over it before `update`.
     check_updates: also skip a step if an update or the new inner state is not finite. Unchanged
@@ -242,7 +243,10 @@ class LossScaling:
     refuse_scale_inside(inner_state, _INIT, got="another mpjax.loss_scaling", fix=fix)
     scales = {label: init_scale(config) for label, config in self.configs.items()}
     state = LossScalingState(scales, inner_state)
-    return place_like(params, state) if self.is_scaled else state
+    if self.is_scaled:
+      return place_like(params, state)
+    # The state of a plain optimizer stays where that has put it.
+    return state._replace(loss_scale=place_like(params, scales))
 
   def update(
     self, updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -304,7 +308,10 @@ class LossScaling:
     gradient = shown(total)
     if not self.is_scaled:
       run = functools.partial(self._run_as_stored, gradient, extra_args)
-      return _Step(total, params, run, None, scales)
+      counts: dict[str, ScaleState] = {
+        label: StepCount(count_up(old.total)) for label, old in scales.items()
+      }
+      return _Step(total, params, run, None, counts)
 
     def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
       return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
@@ -341,10 +348,10 @@ class LossScaling:
         for label, each in found.items()
       }
     # 3. A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
-    moved = {
+    moved: dict[str, ScaleState] = {
       label: adjust(
         self.configs[label],
-        scales[label],
+        cast("LossScaleState", scales[label]),
         own_finite=each.finite,
         first_bad=each.first_bad,
         applied=applied,
@@ -388,7 +395,7 @@ class LossScaling:
     same_keys = isinstance(like, Mapping) and set(tree) == set(like)
     return same_keys and jax.tree.structure(tree) == jax.tree.structure(like)
 
-  def _by_label(self, tree: Mapping[str, PyTree], argument: str) -> dict[str, PyTree]:
+  def _by_label(self, tree: Mapping[str | None, PyTree], argument: str) -> dict[str, PyTree]:
     """Returns the gradients, or the value, of each loss by its label."""
     if set(tree) != set(self.labels):
       expected = f"a dict with one entry for each loss, {sorted(map(str, self.labels))}"

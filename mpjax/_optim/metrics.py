@@ -21,7 +21,8 @@ def loss_scaling_metrics(
     name: which of several loss scales to read.
 
   Returns:
-    Arrays of shape (). Under `NoLossScale` the scale is 1, `finite` is True and every count is 0.
+    Arrays of shape (). Under `NoLossScale` the scale is 1, `finite` is True, and every count
+    but `total` is 0.
 
     - `loss_scale` (float32): the scale of the next backward pass;
     - `finite` (bool): whether the last step was applied, as `mpjax.step_applied`. It is also False
@@ -48,7 +49,7 @@ def loss_scaling_metrics(
   metrics = {"loss_scale": state.scale, "finite": state.finite}
   metrics |= {key: getattr(state, key) for key in COUNTERS}
   if before is not None:
-    # Under `NoLossScale` there are no numbers, and the scale has not changed.
+    # Under `NoLossScale` the scale has not changed.
     old = find_scale(before, f"{where}(before)", name).state or state
     metrics["scale_changed"] = state.scale != old.scale
   return metrics

@@ -23,7 +23,13 @@ class LossScaleState(NamedTuple):
   finite: Array  # bool: the last step was applied, which needs more than finite gradients
 
 
-ScaleState: TypeAlias = LossScaleState | tuple[()]
+class StepCount(NamedTuple):
+  """What `NoLossScale` keeps in place of a scale."""
+
+  total: Array  # int32: calls of update
+
+
+ScaleState: TypeAlias = LossScaleState | StepCount
 
 
 class LossScalingState(NamedTuple):
@@ -31,7 +37,8 @@ class LossScalingState(NamedTuple):
 
   Args:
     loss_scale: one entry for each loss, of scalars: `scale` in float32, counts in int32, and the
-      bool `finite`, which says whether the last step was applied. Its key holds the name and the
+      bool `finite`, which says whether the last step was applied. `NoLossScale` has the count
+      `total` alone. Its key holds the name and the
       configuration. The key is part of the tree's structure, so that a checkpoint of another
       configuration does not fit.
     inner_state: the state of the inner optimizer.

@@ -196,5 +196,6 @@ def refuse_integers(params: Params, where: str) -> None:
     if is_array_like(x) and not is_inexact(x)
   ]
   if integers:
-    fix = "Keep counters, tables of integers and keys out of params: in model_state, say."
+    fix = "Keep counters, tables of integers and keys out of params: in model_state, say. Of an "
+    fix += "Equinox model pass equinox.partition(model, equinox.is_inexact_array)[0]."
     raise MpjaxTypeError(where, expected="floating parameters", got=listed(integers), fix=fix)

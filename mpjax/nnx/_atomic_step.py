@@ -196,8 +196,8 @@ def _put(variable: Variable, value: PyTree) -> None:
 
 
 def _scales_of(arguments: PyTree) -> list[OwnedScale]:
-  """Returns the loss scales that a step can write to, and those of `NoLossScale`."""
-  scales = [one for one in scales_in(arguments) if one.in_variables or not one.numbers]
+  """Returns the loss scales that a step can write to."""
+  scales = [one for one in scales_in(arguments) if one.in_variables]
   if not scales:
     fix = (
       "Pass an nnx.Optimizer(model, mpjax.loss_scaling(tx), wrt=nnx.Param). In bfloat16 leave out "

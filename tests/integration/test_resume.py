@@ -307,7 +307,10 @@ def test_any_policy_goes_on_from_any_other(old, new, checkpoints):
   param_dtype = mpjax.Policy.parse(new).param_dtype
   assert {x.dtype for x in jax.tree.leaves(state.params)} == {param_dtype}
   if same_layout:
-    assert bits(mpjax.checkpoints.restore_like(training(new)[0], checkpoints / old)) == bits(state)
+    # All but the count of steps, which starts anew in the new state.
+    direct = mpjax.checkpoints.restore_like(training(new)[0], checkpoints / old)
+    both = (x._replace(opt_state=x.opt_state.inner_state) for x in (direct, state))
+    assert len({tuple(bits(x)) for x in both}) == 1
   # Its own step takes it, without a new trace, and goes on learning.
   before = advance(old, trained(old), 1)[1]
   trained(new)

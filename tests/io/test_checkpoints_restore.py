@@ -243,8 +243,8 @@ PLAIN = optax.sgd(0.1, momentum=0.9).init(W)
 CONFIGURATIONS = {
   "static": (STATIC, DYNAMIC, "'dynamic'", "'static(scale=8)'"),
   "fields": (FIELDS, NAMED, "'d:dynamic'", BACKOFF),
-  "none": (NONE, DYNAMIC, "'dynamic'", NO_SCALE),
-  "to_none": (DYNAMIC, NONE, NO_SCALE, "'dynamic'"),
+  "none": (NONE, DYNAMIC, "'dynamic'", "'none'"),
+  "to_none": (DYNAMIC, NONE, "'none'", "'dynamic'"),
   "float32_run": (PLAIN, DYNAMIC, "'dynamic'", NO_SCALE),
 }
 

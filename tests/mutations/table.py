@@ -68,8 +68,8 @@ mpjax/_optim/loss_scale.py::adjust
 ::test_scale_and_counters_equal_the_oracle_on_random_sequences
 
 2 an overflow does not restart the window for growth
-- jnp.where(own_finite, _count_up(state.good_steps, own_finite), 0)
-+ _count_up(state.good_steps, own_finite)
+- jnp.where(own_finite, count_up(state.good_steps, own_finite), 0)
++ count_up(state.good_steps, own_finite)
 
 3 growth does not restart the window
 - good_steps = jnp.where(grow, 0, good_steps)
@@ -103,7 +103,7 @@ mpjax/_optim/loss_scaling.py::LossScaling._decided
 9 the scale of a finite loss backs off where another loss overflows
 - adjust(
 -   self.configs[label],
--   scales[label],
+-   cast("LossScaleState", scales[label]),
 -   own_finite=each.finite,
 -   first_bad=each.first_bad,
 -   applied=applied,
@@ -111,7 +111,7 @@ mpjax/_optim/loss_scaling.py::LossScaling._decided
 - )
 + adjust(
 +   self.configs[label],
-+   scales[label],
++   cast("LossScaleState", scales[label]),
 +   own_finite=all_finite,
 +   first_bad=each.first_bad,
 +   applied=applied,

@@ -1,5 +1,6 @@
 """The wrapper step by step: what is checked, skipped, passed on and refused."""
 
+import collections
 import functools
 import itertools
 
@@ -12,6 +13,7 @@ import pytest
 import mpjax
 from mpjax._core.trees import all_finite
 from mpjax._optim import optimizer_trees
+from mpjax._optim.states import StepCount
 from tests.errors import refused
 from tests.loss_scale_oracle import Oracle
 from tests.programs import assert_bit_equal, bits, equations
@@ -92,12 +94,21 @@ def test_what_counts_as_bad():
   assert skipped == [(0, 0), (1, 1), (2, 2), (3, 3), (3, 0), (3, 0)]
 
 
-def test_without_scaling_nothing_is_added():
+def test_without_scaling_only_steps_are_counted():
   tx = mpjax.loss_scaling(CLIPPED, OFF, axis_name="batch")
   state, plain = tx.init(PARAMS), CLIPPED.init(PARAMS)
-  assert bits(state) == bits(plain)
+  assert bits(state.inner_state) == bits(plain)
   found = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p, loss=jnp.nan))(PARAMS, state, PARAMS)
-  assert str(found) == str(jax.make_jaxpr(CLIPPED.update)(PARAMS, plain, PARAMS))
+  expected = jax.make_jaxpr(CLIPPED.update)(PARAMS, plain, PARAMS)
+  plain_eqns, eqns = (
+    collections.Counter(eqn.primitive.name for eqn, _ in equations(p)) for p in (expected, found)
+  )
+  assert eqns - plain_eqns == collections.Counter(["lt", "and", "add", "select_n"])
+  for steps in range(1, 4):
+    _, state = tx.update(PARAMS, state, PARAMS)
+    assert (metric(state, "total"), metric(state, "skipped")) == (steps, 0)
+  full = state._replace(loss_scale={"none": StepCount(jnp.int32(2**31 - 1))})
+  assert metric(tx.update(PARAMS, full, PARAMS)[1], "total") == 2**31 - 1
 
 
 FROZEN = optax.masked(optax.set_to_zero(), {"w": False, "b": True})
