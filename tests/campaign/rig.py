@@ -208,7 +208,8 @@ def step_by_hand(setup: Setup, tx: Any, guard: bool, state: mpjax.TrainState, ba
   loss_fn, key = network.loss_in(setup.compute), jax.random.fold_in(state.rng, state.step)
   of_params = lambda params: loss_fn(params, state.model_state, batch, key)  # noqa: E731
   grad_fn = jax.value_and_grad(mpjax.scaled(of_params, state.opt_state), has_aux=True)
-  (loss, (statistics, _)), grads = grad_fn(state.params)
+  # The view has the values of parameters in float16, whose gradients would be divided there.
+  (loss, (statistics, _)), grads = grad_fn(mpjax.convert(state.params, "float32"))
   watched = loss, statistics
   updates, opt_state = tx.update(grads, state.opt_state, state.params, loss=watched)
   params = mpjax.apply_updates(state.params, updates, opt_state)
