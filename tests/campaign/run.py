@@ -4,8 +4,9 @@ make campaign
 python -m tests.campaign.run --fault-seed 7  # with other faults
 python -m tests.campaign.run --self-check    # without the guards: all must lose
 
-`rig.py` has the runs and their control. The exit status is 0 if at least 20,000 faults were
-injected and none was lost; with --self-check, if some were lost in every class.
+`rig.py` has the runs of complete steps and their control, and `frameworks.py` those of
+`mpjax.scaled` in each framework and under each transformation. The exit status is 0 if at least
+20,000 faults were injected and none was lost; with --self-check, if some were lost in every class.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from tests.campaign import rig
+from tests.campaign import frameworks, rig
+from tests.campaign.frameworks import Case
 from tests.campaign.outcome import BrokenCampaign, Outcome
 from tests.campaign.rig import PLACES, Setup, Sizes
 
@@ -44,12 +46,14 @@ BY_HAND = (
   Setup("float16", "float32", "ema of gradients", ema=True, lanes=True, by_hand=True),
 )
 
+CASES = (*frameworks.generated(np.random.default_rng(0), 48), *frameworks.PICKED)
+
 SIZES = Sizes(24, 44)
 ENOUGH = 20_000
 
 
 def campaign(
-  seed: int, setups: Sequence[Setup], sizes: Sizes = SIZES, *, guard: bool = True
+  seed: int, setups: Sequence[Setup | Case], sizes: Sizes = SIZES, *, guard: bool = True
 ) -> list[Outcome]:
   """Returns what became of each class of faults.
 
@@ -64,10 +68,12 @@ def campaign(
   """
 
   def attack(number: int) -> list[Outcome]:
-    kind = "by hand" if setups[number].by_hand else "train step"
+    setup, rng = setups[number], np.random.default_rng([seed, number])
+    if isinstance(setup, Case):
+      return [frameworks.attack(setup, sizes.steps, rng, guard=guard)]
+    kind = "by hand" if setup.by_hand else "train step"
     classes = {place: f"{kind}: {name}" for place, name in PLACES.items()}
-    rng = np.random.default_rng([seed, number])
-    return rig.attack(setups[number], sizes, classes, rng, guard=guard)
+    return rig.attack(setup, sizes, classes, rng, guard=guard)
 
   found: dict[str, Outcome] = {}
   with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -80,7 +86,8 @@ def campaign(
 
 
 def main(
-  arguments: Sequence[str] | None = None, setups: Sequence[Setup] = (*SETUPS, *BY_HAND)
+  arguments: Sequence[str] | None = None,
+  setups: Sequence[Setup | Case] = (*SETUPS, *BY_HAND, *CASES),
 ) -> int:
   """Runs the campaign; returns the exit status."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -106,4 +113,5 @@ def main(
 
 
 if __name__ == "__main__":
+  jax.config.update("jax_num_cpu_devices", frameworks.DEVICES)
   sys.exit(main())

@@ -4,12 +4,15 @@
 tests/integration/test_train_step_is_atomic.py.
 """
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.campaign import run
+from tests.campaign import frameworks, run
+from tests.campaign.frameworks import Case
 from tests.campaign.outcome import Outcome, differing, digest, judge, require
 from tests.campaign.rig import Sizes
 
@@ -19,6 +22,20 @@ def test_without_the_guards_every_class_is_lost():
   outcomes = run.campaign(0, setups, Sizes(4, 12), guard=False)
   assert len(outcomes) == 8
   assert all(outcome.lost for outcome in outcomes)
+
+
+@pytest.mark.parametrize("field", Case._fields)
+def test_each_framework_and_transformation_is_drawn_several_times(field):
+  values = {
+    "framework": frameworks.FRAMEWORKS,
+    "transform": frameworks.TRANSFORMS,
+    "scale": frameworks.SCALES,
+    "optimizer": frameworks.OPTIMIZERS,
+    "policy": frameworks.POLICIES,
+  }
+  drawn = collections.Counter(getattr(case, field) for case in run.CASES)
+  assert set(drawn) == set(values[field])
+  assert min(drawn.values()) >= 2
 
 
 def test_a_fault_is_lost_if_anything_is_wrong_before_the_next_one():
