@@ -64,7 +64,8 @@ def train_linen(batch: Batch) -> float:
   def loss_fn(params: Params) -> jax.Array:
     return mean_squares(logits(model, params, batch[0]), batch[1])
 
-  loss, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)
+  scaled = mpjax.scaled(loss_fn, opt_state)
+  loss, grads = jax.value_and_grad(scaled)(params)  # pyright: ignore[reportUnknownMemberType]
   updates, opt_state = tx.update(grads, opt_state, params)
   params = mpjax.apply_updates(params, updates)
   metrics = mpjax.loss_scaling_metrics(opt_state)
