@@ -44,15 +44,17 @@ _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
 def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> Callable[P, None]:
   """Return a function that raises unless a skipped step of `step` keeps everything.
 
-  The function runs `step` with the loss scale NaN, which reaches each gradient of a loss that
-  `mpjax.scaled` has scaled, and leaves the forward pass alone. A step that is applied nevertheless
-  has not scaled its loss. A step that is skipped must return its arguments to the bit, except for
-  the scale itself. Integers and keys beside the optimizer's state may move, since they count all
-  steps. With `SkipNonfinite` the batch becomes NaN in place of the scale, or else a parameter.
+  The function runs `step` with the loss scale NaN. If `mpjax.scaled` has scaled the loss, each of
+  its gradients is NaN then, while the forward pass does not change. A step that is applied
+  nevertheless has not scaled its loss. A step that is skipped must return its arguments bit for
+  bit, except for the scale itself. Integers and keys beside the optimizer's state may move, since
+  they count all steps. With `SkipNonfinite` the batch becomes NaN in place of the scale, or else a
+  parameter. If the loss contains float16 gradients and none of them is scaled, a warning says so.
 
-  A result with the names, shapes and dtypes of an argument, or of a part of it, has to be that
+  A result with the names, shapes and dtypes of an argument, or of a part of it, has to equal that
   argument, whatever its position. Other results are logs. If several arguments are alike, each of
-  these results has to be another one of them. Variables of NNX are compared with themselves.
+  their results has to equal another one of them. Variables of NNX are compared with their own
+  values before the step.
 
   Args:
     step: any function that returns the new state of a `mpjax.loss_scaling` among its arguments, or
@@ -60,9 +62,9 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
     returns: the argument that each result replaces, as a tree with the structure of the results.
       Each entry is a position, the name of a keyword argument, or None: `(0, 1, None)` for
       `params, opt_state, loss = step(params, opt_state, batch)`. None is for logs with the tree of
-      an argument, and for what may move in a skipped step, such as a game. An entry inside of a
-      result stands for the same part of the argument: `{"params": 0, "opt_state": 0, "game": None}`
-      for `state = step(state)`.
+      an argument, and for state that may move in a skipped step, such as that of a game. An entry
+      inside of a result stands for the same part of the argument:
+      `{"params": 0, "opt_state": 0, "game": None}` for `state = step(state)`.
 
   Returns:
     A function of the arguments of `step`, which keeps them and returns None.
@@ -122,9 +124,10 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
 
 
 def _check_float16(call: "_Call", scales: Sequence[OwnedScale]) -> Location | None:
-  """Raises if a step computes in float16, and no loss scale multiplies its loss.
+  """Raises if a step computes in float16, and none of its loss scales multiplies gradients.
 
-  Returns the place of a float16 gradient inside of the loss if none there is scaled.
+  Returns the place of the first float16 gradient inside of the loss, unless a gradient there is
+  scaled.
   """
   graph = None
   # A step that fails here may still run as it is. If it fails there too, the user sees that error.
@@ -164,7 +167,8 @@ def _check_skipped_step(
   groups = _groups(call, stated)
 
   # 2. At the scale NaN it is skipped. No retry helps, and no limit makes the next scale a number.
-  # Each scale alone, since another one may skip the step for it; then all, for what they share.
+  # Each scale is NaN alone, since another one may skip the step for it. Then all are, because state
+  # that several optimizers share may move until all of them skip.
   nodes = [*call.variables, *(node for group in groups for node in group.arguments)]
   replaced = [x for x in call.arrays if any(is_below(x, node) for node in nodes)]
   start, skipped = _distinct(call.arrays, replaced), first
@@ -332,7 +336,7 @@ class _Call:
     scales: the paths of the loss scales that have numbers.
     variables: the paths of the arrays that variables hold.
     in_variables: whether a loss scale is among these, as that of an `nnx.Optimizer` is.
-    written: the variables of those arguments to which the last run wrote.
+    written: the variables of the arguments to which the last run wrote.
     results: the shape and dtype of each array that it returned.
   """
 
@@ -395,7 +399,7 @@ class _Run(NamedTuple):
   Attributes:
     digests: the digest of each array, by place.
     applied: whether a step was applied, for each loss scale that was updated, by place.
-    unscaled: the scales that are NaN, and with which a step was applied.
+    unscaled: the NaN scales with which a step was applied.
   """
 
   digests: Mapping[Names, int]

@@ -61,8 +61,8 @@ def batch_gradients(
   # 1. Make parameters and model state differ between devices, as far as JAX can see.
   params, vary = localise(state.params, axes)
   local = state._replace(params=params, model_state=vary(state.model_state))
-  # The trace tells which leaves of the model state are unchanged. `evaluate` may run in a scan,
-  # which returns only arrays, so the list carries that out.
+  # The trace shows which leaves of the model state are unchanged. `evaluate` may run in a scan,
+  # which returns only arrays, so this list carries the result out of it.
   unchanged: list[PyTree] = []
 
   def evaluate(model_state: PyTree, batch: PyTree, rng: Array | None) -> LossResults:

@@ -76,18 +76,18 @@ def loss_scaling(
   backs off. Occasional overflow is expected: keep `jax_debug_nans` off, and call
   `mpjax.check_skipped_steps` to detect persistent overflow.
 
-  Put everything that has state inside: `loss_scaling(optax.chain(clip, adamw))`. State outside
-  would keep the NaN of a skipped step. Test the step with `mpjax.check_loss_scaling`. `inner` works
-  in float32, and sees no integers, booleans or keys.
+  Put every transformation with state inside: `loss_scaling(optax.chain(clip, adamw))`. State
+  outside would keep the NaN of a skipped step. Test the step with `mpjax.check_loss_scaling`.
+  `inner` works in float32, and sees no integers, booleans or keys.
 
   `update` also checks `loss=`, one or more arrays, for inf and NaN. It passes all extra arguments
   to `inner`.
 
   For several losses, give each a scale: `loss_scaling(inner, {"a": ..., "b": ...})`. Scale each
   loss with `mpjax.scaled(..., name="a")`, and pass `update` the gradients (and `loss=`) as a dict
-  with these keys. They are added in float32. If one overflows, the step is skipped, and only its
-  scale backs off. `update` also takes the gradient of the sum of the losses. It does not show which
-  loss has overflowed, so all scales back off.
+  with these keys. Gradients are added in float32. If those of one loss overflow, the step is
+  skipped, and only the scale of that loss backs off. `update` also takes the gradient of the sum of
+  the losses. It does not show which loss caused an overflow, so all scales back off.
 
   Args:
     inner: the optimizer, or any optax transformation.
@@ -271,8 +271,8 @@ class LossScaling:
   ) -> tuple[Params, LossScalingState]:
     """Returns new parameters instead of updates, for a step that owns the gradients.
 
-    Updates are applied in the branch that computes them, and need not be stored. `loss` is looked
-    at, and not passed to `inner`.
+    Updates are applied in the branch that computes them, so they need not be stored. `loss` is
+    checked for inf and NaN, and not passed to `inner`.
     """
     step = self._decided(updates, state, params, extra_args, loss)
 

@@ -33,8 +33,8 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
   Put it outermost, because it compares updates with the stored parameters. It does not change
   the updates. `mpjax.states.monitor_counts` returns the counts of the last step that updated the
-  parameters. If all updates are zero although a gradient is not, the step counts as none: it was
-  skipped, or was a micro-batch of an open window.
+  parameters. A step is not counted if all updates are zero although a gradient is not, because it
+  was skipped, or was a micro-batch of an open window.
 
   Args:
     inner: the optimizer, with a loss scale or without.

@@ -25,7 +25,7 @@ STATE_THEM = (
 
 
 class Group(NamedTuple):
-  """Arguments with equal trees, and the results with this tree. Each result is one of these."""
+  """Arguments with equal trees, and the results with this tree, which have to equal arguments."""
 
   arguments: list[Names]
   results: list[Names]
@@ -54,7 +54,7 @@ def is_below(path: Names, node: Names) -> bool:
 def groups_by_tree(
   arguments: Mapping[Names, Spec], results: Mapping[Names, Spec], roots: Iterable[Names]
 ) -> list[Group]:
-  """Returns the arguments for which a result has an equal tree, and otherwise such parts of them.
+  """Returns the arguments for which a result has an equal tree, or else parts for which one has.
 
   `roots` are the paths of entire arguments.
   """
@@ -123,7 +123,7 @@ def groups_as_stated(
 
 
 _Kind: TypeAlias = tuple[Names, Tree]
-"""What an argument and its new version share: the tree, and the name of a single array."""
+"""The tree of an argument and of its new version, and the name of a single array."""
 
 
 def _kind(tree: Tree, place: Names) -> _Kind:

@@ -272,7 +272,7 @@ def strong(x: Leaf) -> Leaf:
 
 
 def place_like(params: Params, state: T) -> T:
-  """Returns `state` with a buffer for each array, where `params` are: replicated on their mesh."""
+  """Returns `state` on the devices of `params`, replicated, with a buffer for each array."""
 
   def is_concrete(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)

@@ -1,8 +1,8 @@
 """A loss whose backward pass runs at a scale, under any differentiator.
 
-Values enter the loss and leave it through identities, which scale cotangents alone. The cotangent
+Values enter the loss and leave it through identities, which scale only cotangents. The cotangent
 of a result is multiplied by the scale, and the cotangent of each value that enters is divided by
-it. Whoever differentiates the loss therefore gets the plain gradients.
+it. A derivative of the loss is therefore that of the loss without a scale.
 """
 
 import functools
@@ -62,15 +62,15 @@ def scaled(
   cotangents are multiplied by the scale, as in Micikevicius et al., "Mixed Precision Training"
   (2018), section 3.2. They are divided by it, in float32, before they reach the caller. So any
   differentiator can be used: `jax.grad`, `nnx.value_and_grad`, `equinox.filter_grad`, or one inside
-  of a trainer. Values that the loss closes over are differentiated rightly too. If one of them is
-  traced, the loss is traced to a jaxpr, and Python cannot branch on traced values then.
+  of a trainer. Derivatives by values that the loss closes over are right too. If such a value is
+  traced, the loss is traced to a jaxpr, so that Python cannot branch on traced values.
 
   **Build it inside the step**, from the state that the step is given, because the function keeps
-  the scale of that state. An overflow reaches the caller as NaN, which a clip keeps.
+  the scale of that state. An overflow reaches the caller as NaN, which a clip does not hide.
 
   Args:
     loss_fn: returns arrays in any tree, such as a loss or `(loss, aux)`. A float16 loss is cast to
-      float32. What it writes to objects of Flax NNX among its arguments reaches these objects.
+      float32. If it writes to Flax NNX objects among its arguments, these objects are updated.
     opt_state: the state of an optimizer wrapped by `mpjax.loss_scaling`, an `nnx.Optimizer`, or a
       positive number. Powers of two change no bit.
     name: which of several loss scales to use.
@@ -84,8 +84,8 @@ def scaled(
       scale, or several. When called: the loss writes to an NNX object that it closes over. When
       differentiated: a parameter is stored in float16 or float8.
     MpjaxValueError: no scale is called `name`, or the number is no usable scale.
-    MpjaxRuntimeError: when called: a dynamic scale would be a constant of what is traced, or the
-      state was donated.
+    MpjaxRuntimeError: when called: a dynamic scale would be a constant of the trace, or the state
+      was donated.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):  # Its gradient is 2^-26, and float16 ends at 2^-24.
@@ -161,14 +161,14 @@ class _Border:
   """The border of a loss. Traced values cross it through identities, which scale cotangents."""
 
   def __init__(self, scale: Array) -> None:
-    # No policy casts an integer, and no derivative takes it.
+    # As an integer, because policies cast no integers, and derivatives ignore them.
     self._bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
-    # By the id of the value inside: that value, which stays alive, and the one outside.
+    # By the id of the value inside: that value, so that its id stays in use, and the one outside.
     self._entered: dict[int, tuple[Leaf, Leaf]] = {}
 
   def enter(self, x: Leaf) -> Leaf:
     """Returns a value for the inside. Its cotangent is divided by the scale."""
-    # Nobody differentiates by an array that is not traced.
+    # Only traced arrays have cotangents.
     if not _is_inexact_tracer(x):
       return x
     inside = self._cross(x, divide=True)
@@ -208,7 +208,7 @@ class _Call:
     self._loss_fn, self._arguments = loss_fn, (args, kwargs)
     leaves = jax.tree.leaves(self._arguments, is_leaf=is_nnx_object)
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    # Objects of NNX to which the loss may write. It reads others as it reads what it closes over.
+    # Objects of NNX to which the loss may write. It reads others as if it closed over them.
     self._objects = [x for x in leaves if is_nnx_object(x) and _is_writable(x)]
     known = set(map(id, (*arrays, *self._objects)))
     others = [x for x in leaves if id(x) not in known]
@@ -245,7 +245,7 @@ class _Call:
     except BaseException:
       _restore(before)  # The loss may be called again.
       raise
-    # The loss may have added some, or removed others. Each must leave once.
+    # The loss may have added or removed parts. The value of each must leave once.
     own = {id(part): part for part in (*parts, *_parts_of(self._objects))}
     _replace(list(own.values()), border.leave)
     return mapped(border.leave, result, lambda x: id(x) in own)
@@ -343,7 +343,7 @@ def _contents_of(parts: Sequence[Module]) -> list[tuple[Module, Any]]:
 
 
 def _restore(contents: Sequence[tuple[Module, Any]]) -> None:
-  """Gives variables and modules what they held when `_contents_of` was called."""
+  """Puts contents that `_contents_of` returned back into variables and modules."""
   for part, held in contents:
     if is_nnx_variable(part):
       part.set_raw_value(held)
@@ -367,14 +367,14 @@ scale_cotangent_p = Primitive("scale_cotangent")
 """A value, whose cotangent is multiplied by a scale, or divided by it.
 
 Its operands are the value and the bits of the scale, whose axes are the first axes of the value.
-Cotangents in between are at the scale. So are cotangents of cotangents, and for these to be right
-the transpose is `scale_value`, not a product.
+The transpose is `scale_value` instead of a product, because second derivatives transpose it again,
+and the transpose of a product would apply the scale twice.
 """
 
 scale_value_p = Primitive("scale_value")
 """A value, multiplied by a scale or divided by it, whose cotangent stays as it is.
 
-It is the transpose of `scale_cotangent`, which is its transpose.
+It and `scale_cotangent` are the transposes of each other.
 """
 
 

@@ -11,7 +11,7 @@ from mpjax._core.types import Array, OptState, PyTree
 class LossScaleState(NamedTuple):
   """The scale and its counters: strongly typed scalars, which stop at 2^31 - 1."""
 
-  scale: Array  # float32: that of the next backward pass
+  scale: Array  # float32: the scale of the next backward pass
   good_steps: Array  # int32: finite gradients of this loss in a row since the scale last moved
   hysteresis: Array  # int32: overflows left before the scale backs off
   total: Array  # int32: calls of update
@@ -24,7 +24,7 @@ class LossScaleState(NamedTuple):
 
 
 class StepCount(NamedTuple):
-  """What `NoLossScale` keeps in place of a scale."""
+  """The state of `NoLossScale`, which has no scale."""
 
   total: Array  # int32: calls of update
 
@@ -37,10 +37,9 @@ class LossScalingState(NamedTuple):
 
   Args:
     loss_scale: one entry for each loss, of scalars: `scale` in float32, counts in int32, and the
-      bool `finite`, which says whether the last step was applied. `NoLossScale` has the count
-      `total` alone. Its key holds the name and the
-      configuration. The key is part of the tree's structure, so that a checkpoint of another
-      configuration does not fit.
+      bool `finite`, which says whether the last step was applied. Under `NoLossScale` an entry has
+      the count `total` alone. The key of an entry holds the name and the configuration. It is part
+      of the tree's structure, so that a checkpoint of another configuration does not fit.
     inner_state: the state of the inner optimizer.
 
   >>> import jax.numpy as jnp, mpjax, optax

@@ -70,7 +70,8 @@ def trace_loss(
   news = range(1, 1 + len(leaves))
   # By identity of values in the graph: an equal value that was computed is a change.
   unchanged = [graph.results[i] is graph.arguments[before + i - 1] for i in news]
-  # In a `shard_map` types say which values vary. Elsewhere, all that is computed from rows may.
+  # In a `shard_map`, types say which values vary. Elsewhere, each value that is computed from rows
+  # or the key may vary.
   has_types = any(map(varying_axes, jaxpr.in_avals))
 
   def may_differ(position: int) -> bool:

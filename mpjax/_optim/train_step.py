@@ -62,7 +62,7 @@ def make_train_step(
     micro_batches: number of parts of the batch. Their gradients are averaged in float32.
     axis_name: the mapped axis, or axes, of a `jax.shard_map` or `jax.pmap` around the step.
       Gradients, loss, floating model state and metrics are averaged over it. Integers of the
-      model state have to be the same on all devices.
+      model state have to be the same on all devices, because an integer has no mean.
     max_retries: number of times that an overflowed batch is repeated, at a lower scale each time.
     donate: let the new state reuse the memory of the old one, which JAX then deletes.
     state_shardings: the shardings of the new state, `jax.tree.map(lambda x: x.sharding, state)`.
@@ -178,5 +178,5 @@ def _apply(params: Params, updates: Updates, opt_state: OptState) -> Params:
 
 
 def _skips(state: TrainState) -> bool:
-  """Whether steps may be skipped: the loss scale of a state is another than `NoLossScale`."""
+  """Whether steps may be skipped, which `NoLossScale` never does."""
   return own_scale(state.opt_state, "").state is not None

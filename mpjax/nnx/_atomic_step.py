@@ -46,8 +46,8 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
   decides which variables exist. There a replaced variable gets its old value back, a new one stays,
   and a deleted one stays deleted.
 
-  Read metrics after the call, in a function around it, if the step makes several updates. Inside of
-  the step, an update does not know yet whether a later one is skipped, which takes it back.
+  If the step makes several updates, read metrics after the call, in a function around it. Inside of
+  the step an update may look applied, although a later one is skipped, which reverts both.
 
   Args:
     step: a function of models, of an `nnx.Optimizer` around `mpjax.loss_scaling`, and of anything
