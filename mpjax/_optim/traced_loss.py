@@ -21,10 +21,10 @@ from mpjax._core.errors import (
 )
 from mpjax._core.trees import check_alike
 from mpjax._core.types import Array, Leaf, Params, PyTree
-from mpjax._jaxpr.compat import varying_axes
+from mpjax._jaxpr.compat import varying_axes, with_equations
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import inner_jaxprs, walk
+from mpjax._jaxpr.reader import Program, inner_jaxprs, opened, walk, with_each
 from mpjax._optim.loss_scale import COUNTERS
 
 Metrics: TypeAlias = dict[str, Leaf]
@@ -78,10 +78,25 @@ def trace_loss(
     if has_types:
       return bool(varying_axes(jaxpr.out_avals[news[position]]))
     wanted = [i == news[position] for i in range(len(jaxpr.out_avals))]
-    _, read = dce_jaxpr(jaxpr.jaxpr, wanted)
+    _, read = dce_jaxpr(opened(_without_callbacks(jaxpr)), wanted)
     return any(read[before + len(leaves) :])
 
   return TracedLoss(function, jaxpr, structure.unflatten(unchanged), may_differ)
+
+
+def _without_callbacks(program: Program) -> Program:
+  """Returns a jaxpr whose callbacks count as used for their results alone."""
+  # `dce_jaxpr` keeps all that an effect reads. `jax.debug.print` reads rows, and changes no result.
+  # A write to a reference may change one; such an effect has the index of an operand.
+  eqns = [
+    eqn.replace(
+      params=with_each(eqn, _without_callbacks),
+      effects={effect for effect in eqn.effects if hasattr(effect, "input_index")},
+    )
+    for eqn in opened(program).eqns
+  ]
+  jaxpr = with_equations(opened(program), eqns)
+  return program.replace(jaxpr=jaxpr) if isinstance(program, ClosedJaxpr) else jaxpr
 
 
 def _call_loss(

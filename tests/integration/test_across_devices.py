@@ -176,6 +176,17 @@ def test_integers_that_may_differ_between_devices(mode, count, micro_batches, de
     after(counting(count), devices, mode, micro_batches=micro_batches)
 
 
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_callback_that_reads_rows_changes_no_counter(call, devices):
+  count = counting(lambda count: jnp.int32(2))
+
+  def loss_fn(params, old, batch, rng):
+    call(lambda x: jax.debug.callback(lambda _: None, x))(batch)
+    return count(params, old, batch, rng)
+
+  assert after(loss_fn, devices, "pmap")["counts"]["tokens"] == 102
+
+
 def through(params, old, batch, rng):
   """Passes a part of the state through each kind of call."""
   loss, new = 0.0, {}
