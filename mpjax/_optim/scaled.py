@@ -10,7 +10,7 @@ import math
 import numbers
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.tree_util import default_registry
 
 from mpjax._autocast.boundary import tracers_in
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, flax_errors, kind_of
@@ -213,7 +214,7 @@ class _Call:
     known = set(map(id, (*arrays, *self._objects)))
     others = [x for x in leaves if id(x) not in known]
     # Iterators count as traced, since their variables cannot be read.
-    found = tracers_in([loss_fn, others, haiku_state()])
+    found = tracers_in([loss_fn, others, *_static_parts(self._arguments), haiku_state()])
     self._captured = [x for x in found if not isinstance(x, Tracer) or is_inexact(x)]
     values = [held for _, held in _contents_of(_parts_of(self._objects))]
     self.reads = [arrays, values, self._captured]
@@ -269,6 +270,17 @@ class _Call:
 
       result, _ = nnx.from_tree(_evaluated(of_copies, border), is_inner=False, ctxtag=_CALL)
       return result
+
+
+def _static_parts(tree: PyTree) -> Iterator[object]:
+  """Yields what the nodes of a tree hold beside their children, such as the `apply_fn` of Flax."""
+  is_leaf = isinstance(tree, jax.Array) or is_nnx_object(tree)
+  node = None if is_leaf else default_registry.flatten_one_level(tree)
+  if node is not None:
+    children, static = node
+    yield static
+    for child in children:
+      yield from _static_parts(child)
 
 
 def _evaluated(call: Callable[[], PyTree], border: _Border) -> PyTree:

@@ -263,7 +263,9 @@ class Box:
     self.held = held
 
 
-@pytest.mark.parametrize("box", [Box, lambda q: lambda: q])
+@pytest.mark.parametrize(
+  "box", [Box, lambda q: lambda: q, lambda q: jax.tree_util.Partial(lambda: q)]
+)
 def test_a_value_hidden_in_an_argument(box):
   def fun(p, hidden):
     return jnp.sum(p) * (hidden.held if isinstance(hidden, Box) else hidden())
