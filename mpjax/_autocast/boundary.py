@@ -200,7 +200,7 @@ def check_returned(leaves: Iterable[Leaf]) -> None:
 _NO_PARTS = frozenset((bool, bytes, complex, float, int, str, type(None)))
 """Types that hold no tracer. Most items of containers are of these."""
 
-_NOT_SEARCHED = (type, types.ModuleType, types.TracebackType, jax.Array, np.ndarray)
+_NOT_SEARCHED = (types.ModuleType, types.TracebackType, jax.Array, np.ndarray)
 
 
 def tracers_in(x: object) -> list[object]:
@@ -229,7 +229,11 @@ def _runs_later(x: object) -> bool:
 
 def _parts_of(x: object) -> list[object]:
   """Returns the attributes and items of an object, and the variables that a function captures."""
-  parts = [*_attributes_of(x), *_items_of(x)]
+  if isinstance(x, type):
+    # The methods of a class that is defined in a function may close over what is traced there.
+    local = [base for base in x.__mro__ if "<locals>" in base.__qualname__]
+    return [part for base in local for part in vars(base).values()]
+  parts = [type(x), *_attributes_of(x), *_items_of(x)]
   if isinstance(x, types.FunctionType):
     parts += _captured(x)
   elif isinstance(x, functools.partial):
@@ -238,6 +242,8 @@ def _parts_of(x: object) -> list[object]:
     parts += [x.__func__, x.__self__]
   elif isinstance(x, types.BuiltinMethodType):
     parts.append(x.__self__)
+  elif isinstance(x, property):
+    parts.append(x.fget)
   return parts
 
 

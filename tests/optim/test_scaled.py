@@ -228,6 +228,19 @@ def test_arguments_that_are_not_traced_stay_the_same_objects():
 
 # What the loss closes over.
 
+
+def of_local_class(q):
+  class Local:
+    def __call__(self):
+      return q
+
+  return Local()
+
+
+def of_class(f, cls):
+  return lambda p: f(p, X * cls()())
+
+
 CLOSURES = {
   "function": lambda f, q: lambda p: f(p, X * q),
   "jit": lambda f, q: jax.jit(lambda p: f(p, X * q)),
@@ -235,6 +248,7 @@ CLOSURES = {
   "checkpoint": lambda f, q: jax.checkpoint(lambda p: f(p, X * q)),
   "partial": lambda f, q: functools.partial(lambda p, x: f(p, x), x=X * q),
   "default": lambda f, q: lambda p, x=X * q: f(p, x),
+  "class": lambda f, q: of_class(f, type(of_local_class(q))),
   "function in an argument": lambda f, q: lambda p, f=lambda p: f(p, X * q): f(p),
 }
 
@@ -263,8 +277,24 @@ class Box:
     self.held = held
 
 
+def of_property(q):
+  class Local:
+    @property
+    def held(self):
+      return q
+
+  return type("Derived", (Local, Box), {"__init__": object.__init__})()
+
+
 @pytest.mark.parametrize(
-  "box", [Box, lambda q: lambda: q, lambda q: jax.tree_util.Partial(lambda: q)]
+  "box",
+  [
+    Box,
+    lambda q: lambda: q,
+    lambda q: jax.tree_util.Partial(lambda: q),
+    of_local_class,
+    of_property,
+  ],
 )
 def test_a_value_hidden_in_an_argument(box):
   def fun(p, hidden):
