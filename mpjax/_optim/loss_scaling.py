@@ -19,7 +19,7 @@ from mpjax._core.errors import (
   wrong_type,
 )
 from mpjax._core.fused_leaves import first_nonfinite, least_nonfinite
-from mpjax._core.trees import in_low_precision
+from mpjax._core.trees import in_low_precision, is_none
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.find_scale import check_scales, refuse_scale_inside
 from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
@@ -393,7 +393,9 @@ class LossScaling:
       return True
     # The names of losses may be those of parameters too, so the keys alone do not tell.
     same_keys = isinstance(like, Mapping) and set(tree) == set(like)
-    return same_keys and jax.tree.structure(tree) == jax.tree.structure(like)
+    # Equinox has None as the gradient of a key.
+    structure = functools.partial(jax.tree.structure, is_leaf=is_none)
+    return same_keys and structure(tree) == structure(like)
 
   def _by_label(self, tree: Mapping[str | None, PyTree], argument: str) -> dict[str, PyTree]:
     """Returns the gradients, or the value, of each loss by its label."""

@@ -402,6 +402,15 @@ def test_the_gradient_of_a_sum_of_losses_counts_for_each_of_them(bad):
   assert [bool(scale["finite"]) for scale in scales] == [bad is None] * 2
 
 
+def test_the_gradient_of_a_sum_of_losses_with_none_for_a_key():
+  # As Equinox returns it.
+  params = {"w": PARAMS, "key": jax.random.key(0)}
+  tx = mpjax.loss_scaling(SGD, {"a": DYNAMIC, "b": DYNAMIC})
+  updates, _ = tx.update({"w": PARAMS, "key": None}, tx.init(params), params)
+  applied, _ = SGD.update(PARAMS, SGD.init(PARAMS), PARAMS)
+  assert_bit_equal(updates["w"], applied)
+
+
 def test_configurations_of_several_losses():
   for key in ("", "a:b", "a/b", 3):
     where = f"mpjax.loss_scaling(loss_scale) with the key {key!r}"
