@@ -217,16 +217,14 @@ def read_state(opt_state: OptState, where: str, name: str | None) -> LossScaleSt
   return state
 
 
-def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array | None]:
+def scale_reader(owned: OwnedScale, where: str) -> Callable[[PyTree], Array]:
   """Returns a function that reads a loss scale, and raises if the scale is stale.
 
-  The function takes the values that the scale is for: a loss, gradients, parameters. If one of
+  The function takes the values that the scale is for, such as the arguments of a loss. If one of
   these is traced, a dynamic scale has to be traced too, because a constant never changes. The scale
   of a donated state raises too. Outside `jit` the function cannot detect an old state, and reads
   its scale.
   """
-  if not owned.skips:
-    return lambda beside: None
   # Close over the scale alone. The whole state would keep the moments in memory.
   source, is_dynamic = owned.numbers.scale, owned.dynamic
 

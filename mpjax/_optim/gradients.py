@@ -104,10 +104,13 @@ def _differentiate(
 ) -> LossResults:
   """Returns the results of a loss function for one batch on one device."""
 
+  # A loss that closes over arrays would be traced once more.
+  stored = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), state.params)
+
   def own_loss(view: Params, *args: PyTree) -> tuple[Array, tuple[PyTree, Metrics]]:
     # `loss_fn` may have averaged the loss over devices. The derivative of one common number is each
     # device's share of the gradient, and the mean over devices would divide it again.
-    loss, aux = loss_fn(as_stored(view, state.params), *args)
+    loss, aux = loss_fn(as_stored(view, stored), *args)
     return vary(loss), aux
 
   differentiate = jax.value_and_grad(scaled(own_loss, state.opt_state), has_aux=True)
