@@ -103,7 +103,6 @@ def _differentiate(
   vary: Callable[[PyTree], PyTree],
 ) -> LossResults:
   """Returns the results of a loss function for one batch on one device."""
-
   # A loss that closes over arrays would be traced once more.
   stored = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), state.params)
 
