@@ -644,12 +644,13 @@ batching.defvectorized(first_order_p)
 mlir.register_lowering(first_order_p, lambda _, x, **__: [x])
 
 wide_dot_general_p = Primitive(dot_general_p.name)
-"""A `dot_general` into a wider dtype, to which a CPU casts the operands first.
+"""A `dot_general` into a wider dtype, to which a CPU casts operands of bfloat16 first.
 
 XLA for CPUs gives some matmuls of bfloat16 into float32 to a library, and transposes an operand
 later. The library does not support the new layout, so the program fails when it runs. With float32
-operands, the products are the same. Other platforms lower this primitive as JAX's own. It has the
-name of JAX's primitive, so that code that reads jaxprs finds it.
+operands, the products are the same. It widens float16 itself, behind the collectives that move an
+operand. Other platforms lower this primitive as JAX's own. It has the name of JAX's primitive, so
+that code that reads jaxprs finds it.
 """
 
 
@@ -659,7 +660,8 @@ def _dot_general(*operands: Array, **params: Any) -> Array:
 
 def _widened(*operands: Array, **params: Any) -> Array:
   out = params["preferred_element_type"]
-  return _dot_general(*(jax.lax.convert_element_type(x, out) for x in operands), **params)
+  widened = (x.astype(out) if x.dtype == jnp.bfloat16 else x for x in operands)
+  return _dot_general(*widened, **params)
 
 
 # Compiled, since only a lowering knows the platform.
