@@ -82,7 +82,7 @@ def scaled_masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) 
   params, old, opt_state = state
   loss = functools.partial(run.loss_fn, apply)
   grad_fn = jax.value_and_grad(mpjax.scaled(loss, opt_state), has_aux=True)
-  (value, new), grads = grad_fn(params, old, *batch)
+  (value, new), grads = grad_fn(mpjax.convert(params, "float32"), old, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   rest = mpjax.keep_if_skipped(opt_state, new, old)
   params = mpjax.apply_updates(params, updates, opt_state)
