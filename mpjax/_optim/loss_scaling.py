@@ -19,7 +19,7 @@ from mpjax._core.errors import (
   wrong_type,
 )
 from mpjax._core.fused_leaves import first_nonfinite, least_nonfinite
-from mpjax._core.trees import in_low_precision, is_none
+from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
 from mpjax._optim.find_scale import check_scales, refuse_scale_inside
 from mpjax._optim.leaf_codes import NO_LEAF, LeafKind, coded_leaves
@@ -42,6 +42,7 @@ from mpjax._optim.optimizer_trees import (
   differentiated,
   float32_view,
   hide_untrained,
+  is_by_loss,
   key_text,
   merge_updates,
   place_like,
@@ -317,8 +318,8 @@ class LossScaling:
       return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
 
     # 1. Each loss has its own gradients, and its own losses.
-    is_of_all = self._is_of_all(loss, None)
-    losses = dict.fromkeys(scales, loss) if is_of_all else self._by_label(loss, "loss")
+    by_name = self.several and isinstance(loss, Mapping)
+    losses = self._by_label(loss, "loss") if by_name else dict.fromkeys(scales, loss)
     found = {
       label: self._first_bad(
         # The kind orders codes, so a bad gradient is named before a bad loss.
@@ -378,7 +379,8 @@ class LossScaling:
     """Returns the gradients of each label, and those of the sum of the losses."""
     trained = differentiated(params)
     aligned = functools.partial(align_gradients, params=trained, where=f"{_CALL}({argument})")
-    if self._is_of_all(tree := differentiated(tree), trained):
+    tree = differentiated(tree)
+    if not self.several or not is_by_loss(tree, trained):
       total = aligned(tree)
       return dict.fromkeys(self.configs, total), total
     by_label = {label: aligned(each) for label, each in self._by_label(tree, argument).items()}
@@ -386,16 +388,6 @@ class LossScaling:
     total = sum_of([*by_label.values()])
     # `NoLossScale` goes on in the dtype of the gradients.
     return by_label, total if self.is_scaled else as_stored(total, next(iter(by_label.values())))
-
-  def _is_of_all(self, tree: PyTree, like: PyTree) -> bool:
-    """Whether a tree is the gradient, or the value, of the only loss or of the sum of all."""
-    if not self.several or not isinstance(tree, Mapping):
-      return True
-    # The names of losses may be those of parameters too, so the keys alone do not tell.
-    same_keys = isinstance(like, Mapping) and set(tree) == set(like)
-    # Equinox has None as the gradient of a key.
-    structure = functools.partial(jax.tree.structure, is_leaf=is_none)
-    return same_keys and structure(tree) == structure(like)
 
   def _by_label(self, tree: Mapping[str | None, PyTree], argument: str) -> dict[str, PyTree]:
     """Returns the gradients, or the value, of each loss by its label."""

@@ -19,6 +19,7 @@ from mpjax._optim.loss_scale import INT32_MAX
 from mpjax._optim.optimizer_trees import (
   at_least_float32,
   differentiated,
+  is_by_loss,
   leaves_with_path,
   place_like,
   states_of,
@@ -67,10 +68,9 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     check_params(params, f"{where}.update(params)")
     new_updates, new = inner.update(updates, old.inner_state, params, **extra_args)
     scales = scales_in(new)
-    # With several losses, `updates` is a dict by the name of the loss. Count the zeros of their
-    # sum, as `inner` sees it. Parameters may be a dict with these keys too.
-    by_loss = isinstance(updates, Mapping) and set(updates) == {one.name for one in scales}
-    if by_loss and jax.tree.structure(updates) != jax.tree.structure(params):
+    # Gradients of several losses are counted as `inner` sees them, as their sum.
+    names = {one.name for one in scales}
+    if is_by_loss(updates, params) and set(updates) == names:
       updates = sum_of(updates.values())
     counts = _count(updates, params, new_updates, old.counts)
     counts = pick(_is_update(counts), counts, old.counts)

@@ -113,6 +113,18 @@ def at_least_float32(x: Leaf) -> Array:
   return x.astype(jnp.float32) if is_low_precision(x.dtype) else x
 
 
+def is_by_loss(grads: PyTree, params: Params) -> bool:
+  """Whether `grads` are several gradients in a dict by the names of losses."""
+  if not isinstance(grads, Mapping):
+    return False
+  # The names of losses may be those of parameters too, so the keys alone do not tell.
+  if not isinstance(params, Mapping) or set(grads) != set(params):
+    return True
+  # Equinox has None as the gradient of a key.
+  structure = functools.partial(jax.tree.structure, is_leaf=is_none)
+  return structure(grads) != structure(params)
+
+
 def sum_of(losses: Iterable[Grads]) -> Grads:
   """Returns the sum of the gradients of several losses, in float32."""
 

@@ -150,6 +150,16 @@ def test_of_several_losses_the_zeros_of_the_sum_are_counted():
   np.testing.assert_allclose(updates["w"], [0, 0.3, -12000, 0], rtol=1e-3)
 
 
+def test_a_gradient_of_the_sum_is_told_by_its_tree():
+  # Its keys are the names of the losses too, and Equinox has None as the gradient of a key.
+  params = {"a": {"w": jnp.ones(2), "key": jax.random.key(0)}, "b": {"w": jnp.ones(2)}}
+  grads = {"a": {"w": jnp.asarray([0.0, 1.0]), "key": None}, "b": {"w": jnp.zeros(2)}}
+  scales = dict.fromkeys("ab", mpjax.StaticLossScale(2))
+  tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1), scales))
+  _, state = tx.update(grads, tx.init(params), params)
+  assert [counts_of(state, f"{name}.w")[1] for name in "ab"] == [1, 2]
+
+
 @HALF
 def test_in_a_train_step_without_a_scale_and_of_several_losses():
   params, gradients = problem(jnp.bfloat16)
