@@ -182,7 +182,11 @@ def collect() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture
 def no_cache(set_flag: Callable[[str, object], None]) -> Iterator[None]:
-  """Compiles anew: a function for a device that is not there JAX could only load to run it."""
+  """Compiles without JAX's cache on disk.
+
+  JAX could load a function for a device that is not there only to run it. Threads that compile at
+  once may read an entry that another is still writing, and JAX then warns.
+  """
   compilation_cache.reset_cache()
   set_flag("jax_enable_compilation_cache", False)
   yield

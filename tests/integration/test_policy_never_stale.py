@@ -238,6 +238,7 @@ def test_a_generator_that_ends_in_another_thread():
 JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_threads_at_the_same_time(request):
   # Two of them are in each scope. When one has left it, the other is still inside.
   model, variables, wanted = case("Plain")

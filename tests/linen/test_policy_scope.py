@@ -332,6 +332,7 @@ def test_a_generator_that_is_closed_says_nothing():
   generator.close()
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_threads_that_enter_equal_scopes_at_once_share_what_ran():
   count, rules = 8, other("encoder")
   barrier = threading.Barrier(count)
