@@ -24,6 +24,7 @@ if TYPE_CHECKING:
   from mpjax._debug.compare import compare
   from mpjax._debug.find_nonfinite import find_nonfinite
   from mpjax._debug.ranges import ranges
+  from mpjax._debug.sensitivity import sensitivity
   from mpjax._debug.tune import tune
   from mpjax._io.convert import convert
   from mpjax._jaxpr.op_lists import OpLists
@@ -59,7 +60,8 @@ __all__ += ["apply_updates", "scaled"]
 __all__ += ["check_skipped_steps", "keep_if_skipped", "loss_scaling_metrics", "step_applied"]
 __all__ += ["accumulate_gradients", "master_weights", "state_dtype"]
 __all__ += ["TrainState", "check_loss_scaling", "make_train_step"]
-__all__ += ["audit", "compare", "find_nonfinite", "monitor", "ranges", "tune"]
+__all__ += ["audit", "compare", "find_nonfinite", "monitor", "ranges"]
+__all__ += ["sensitivity", "tune"]
 __all__ += ["MpjaxError", "convert"]
 
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
@@ -70,6 +72,7 @@ _ON_FIRST_USE = {
   "_debug.compare": "compare",
   "_debug.find_nonfinite": "find_nonfinite",
   "_debug.ranges": "ranges",
+  "_debug.sensitivity": "sensitivity",
   "_debug.tune": "tune",
   "_io.convert": "convert",
   "_autocast.kernels": "low_precision",

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import copy_p
 
 from mpjax._autocast.consumers import Flag, flags_of, terms_of
 from mpjax._autocast.kinds import (
@@ -161,14 +162,14 @@ class Rewriter:
     if dtype_of(value.atom) == dtype:
       return value.atom
     if is_number(value.atom):
-      return literal_as(value.atom, dtype)
+      return self.number(value.atom, dtype, eqn)
     if dtype in value.casts:
       return value.casts[dtype]
     var = retyped(value.atom, dtype)
     if value.producer is not None and value.number is not None:
       # A broadcast number is broadcast again in another dtype. With a cast, a mask of the size of
       # attention logits would be in memory twice.
-      scalar = literal_as(value.producer.invars[0], dtype, value.number)
+      scalar = self.number(value.producer.invars[0], dtype, eqn, value.number)
       invars = [scalar, *value.producer.invars[1:]]
       self.eqns.append(value.producer.replace(invars=invars, outvars=[var]))
     else:
@@ -176,6 +177,23 @@ class Rewriter:
     if value.is_cast_once:
       value.casts[dtype] = var
     return var
+
+  def number(
+    self, literal: Atom, dtype: DType, eqn: JaxprEqn | None, number: float | None = None
+  ) -> Atom:
+    """Returns a number in another dtype, or `number` in the type of a scalar."""
+    rounded = literal_as(literal, dtype, number)
+    exact = literal_as(literal, FLOAT32, number)
+    record = AUDIT.value
+    if record is None or not record.shows_numbers or exact.val == rounded.val:
+      return rounded
+    # The largest number is not rounded, but becomes the largest of the dtype.
+    if not np.isfinite(exact.val.astype(dtype)):
+      return rounded
+    # JAX would compute the cast of a number at once. A copy of it is a value of the program.
+    copy = retyped(exact, FLOAT32)
+    self.eqns.append(cast_to(copy, exact, eqn).replace(primitive=copy_p, params={}))
+    return self.write_cast(copy, retyped(literal, dtype), eqn)
 
   def write_cast(self, atom: Atom, var: Var, eqn: JaxprEqn | None) -> Var:
     """Writes a cast of `atom` to the dtype of `var`, with the source line of `eqn`."""

@@ -18,7 +18,7 @@ from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree, is_inexact
 from mpjax._debug.arguments import Call, with_parameter_scopes
 from mpjax._debug.ranges_plan import Addition, Group, Plan, plan
-from mpjax._debug.ranges_report import FORMATS, GroupRanges, RangesReport, Rescaled
+from mpjax._debug.ranges_report import FORMATS, HEADROOM, GroupRanges, RangesReport, Rescaled
 from mpjax._debug.report import Advance, Pending
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.reader import shape_of
@@ -109,7 +109,7 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   call.check_concrete()
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
-  if args and not _has_backward_pass(program) and call.returned_loss(program, outputs):
+  if args and not has_backward_pass(program) and call.returned_loss(program, outputs):
     program, outputs = call.traced(gradient_of(with_parameter_scopes(fn)))
   # The body is not optimized for compilation: every step runs and is counted.
   body = body_of(program)
@@ -131,6 +131,16 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
     return _counted(body, rescaled, counting.of_kind("gradients"), advance)
 
   return dataclasses.replace(report, rescaled=_without_overflow(report, gradients_at))
+
+
+def scale_for_float16(
+  loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance, headroom: float = HEADROOM
+) -> float:
+  """Returns the scale of a loss that leaves headroom to gradients in float16."""
+  report = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance)
+  # A larger headroom than that of the report needs a smaller scale, by a power of two.
+  more = math.ceil(math.log2(max(headroom / HEADROOM, 1)))
+  return max((report.loss_scale or 1.0) / 2**more, 1.0)
 
 
 def _nonfinite(rows: Sequence[GroupRanges]) -> int:
@@ -155,7 +165,8 @@ def _without_overflow(
   return best
 
 
-def _has_backward_pass(program: ClosedJaxpr) -> bool:
+def has_backward_pass(program: ClosedJaxpr) -> bool:
+  """Whether a program computes a gradient."""
   return any(step.location.direction == "backward" for step in body_of(program).every_step())
 
 

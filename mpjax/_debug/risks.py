@@ -133,6 +133,6 @@ def _risk(kind: RiskKind, roundings: list[Operation], sink: Operation, total: in
     source=where.source,
     sink=sink.where.source,
     reason=_TEXTS[kind].format(name=sink.name, dtype=dtype),
-    cure=low_cure(first, low_compute_dtype(first)) if is_wide else cure_of(first),
+    cure=low_cure(first, low_compute_dtype(first)) if is_wide else cure_of(first.step).code,
     share=sum(x.flops or 0 for x in roundings) / total,
   )

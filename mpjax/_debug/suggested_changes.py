@@ -4,12 +4,16 @@ import ast
 import contextlib
 import linecache
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 from mpjax._autocast.scopes import LAYER_ENDS
 from mpjax._core.errors import MpjaxValueError
+from mpjax._debug.paths import is_within
 from mpjax._jaxpr.compat import frames_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
+from mpjax._jaxpr.steps import Step
 from mpjax._policy.policy import EXACT_FLOAT32
 from mpjax._policy.rules import Rule
 
@@ -22,26 +26,57 @@ _MOST = 3
 """The most statements of a line. For more, the cure wraps the function."""
 
 
-def cure_of(operation: Operation) -> str:
-  """Returns code that runs an operation in float32: a `Rule`, or `mpjax.full_precision`.
+class Cure(NamedTuple):
+  """A change of the code that makes operations float32.
+
+  Fields:
+    code: the change, to be pasted: a `Rule`, or a statement inside `mpjax.full_precision`.
+    covers: whether it makes an operation float32.
+  """
+
+  code: str
+  covers: Callable[[Step], bool]
+
+
+def cure_of(step: Step) -> Cure:
+  """Returns the change that runs an operation in float32.
+
+  It is a rule for the module of a Flax layer, whose code the user cannot edit. For other code, it
+  is the statement at its line, with its expression inside `mpjax.full_precision`.
 
   Args:
-    operation: the operation that rounds.
-
-  Returns:
-    A rule for the module of a Flax layer. For other code, the statement at its line, with its
-    expression inside `mpjax.full_precision`.
+    step: the operation that rounds.
 
   >>> from mpjax._jaxpr.locations import Source
   >>> wrapped_in_full_precision(Source("unknown.py", 3, "distance"))
   'distance = mpjax.full_precision(distance)'
   """
-  # A rule can only change a module. The user cannot edit the code of a Flax layer.
-  path = module_of(operation)
-  source = operation.where.source
-  if path is not None and (source is None or _is_in_layer(operation)):
-    return repr(rule_of(EXACT_FLOAT32, path or "**"))
-  return wrapped_in_full_precision(source)
+  path, source = module_of(step), step.location.source
+  if path is not None and (source is None or _is_in_layer(step)):
+    return Cure(
+      repr(rule_of(EXACT_FLOAT32, path or "**")),
+      lambda other: (inner := module_of(other)) is not None and is_within(inner, path),
+    )
+  code = wrapped_in_full_precision(source)
+  if source is None:
+    return Cure(code, lambda other: other is step)
+  if code == _wrapped_function(source):
+    return Cure(code, lambda other: _function_of(other) == source[::2])
+  statements = _statements(source)
+  first = min((x.lineno for x in statements), default=source.line)
+  last = max((x.end_lineno or x.lineno for x in statements), default=source.line)
+
+  def covers(other: Step) -> bool:
+    line = other.location.source
+    return line is not None and line.file == source.file and first <= line.line <= last
+
+  return Cure(code, covers)
+
+
+def _function_of(step: Step) -> tuple[str, str] | None:
+  """Returns the file and the name of the user's function of an operation."""
+  source = step.location.source
+  return None if source is None else source[::2]
 
 
 def low_cure(operation: Operation, dtype: str) -> str:
@@ -122,10 +157,10 @@ def wrapped_in_full_precision(source: Source | None) -> str:
   return _wrapped_function(source) if is_alike else "; ".join(wrapped)
 
 
-def module_of(operation: Operation) -> str | None:
+def module_of(operation: Step | Operation) -> str | None:
   """Returns the path of the module of an operation; None without modules."""
-  scopes = operation.where.scopes
-  path = operation.where.marked(MODULE)
+  where = operation.location if isinstance(operation, Step) else operation.where
+  scopes, path = where.scopes, where.marked(MODULE)
   if path is None or not any(scope.startswith(LAYER_ENDS) for scope in scopes):
     return path
   # The result of a layer is rounded outside the mark of the layer.
@@ -134,10 +169,10 @@ def module_of(operation: Operation) -> str | None:
   return "/".join(filter(None, (path, *inside)))
 
 
-def _is_in_layer(operation: Operation) -> bool:
+def _is_in_layer(step: Step) -> bool:
   """Whether an operation comes from the code of a Flax layer."""
   # The innermost frame comes first. A frame of the user before any layer means the user's own code.
-  for frame in frames_of(operation.eqn.source_info.traceback):
+  for frame in frames_of(step.eqn.source_info.traceback):
     file = frame[0]
     if not is_library(file):
       return False

@@ -56,13 +56,13 @@ def in_float32(program: Program) -> Callable[..., list[Array]]:
       return low_to_float32(jnp.asarray(atom.val, dtype_of(atom)))
 
     for eqn in jaxpr.eqns:
-      values.update(zip(eqn.outvars, _results(eqn, [*map(read, eqn.invars)]), strict=True))
+      values.update(zip(eqn.outvars, results_widened(eqn, [*map(read, eqn.invars)]), strict=True))
     return [jnp.asarray(read(v)) for v in jaxpr.outvars]
 
   return run
 
 
-def _results(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
+def results_widened(eqn: JaxprEqn, operands: Sequence[Leaf]) -> Sequence[Array]:
   """Returns the results of an equation in float32, or in its own dtypes and then widened."""
   inner, holds = inner_jaxprs(eqn), facts_of(eqn).holds
   # Only inside a `shard_map` its axes are bound, so the body is run there and not retraced.

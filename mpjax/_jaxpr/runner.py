@@ -87,6 +87,10 @@ class Observer:
     """Returns the observer of an iteration, given its slices."""
     return self
 
+  def bound(self, step: Step) -> int | None:
+    """Returns the most iterations of a `while`, which then runs as a `scan`; None if unknown."""
+    return None
+
   def all_seen(self) -> PyTree:
     """Returns the observations at the end of the body."""
     return self.seen
@@ -116,7 +120,7 @@ def run(
   for step, unread in zip(body.steps, body.last_reads, strict=True):
     ins = _operands(step, env)
     if _is_entered(step, observer, enclosing):
-      outs = _enter(step, ins, watch, enclosing)
+      outs = run_step(step, ins, watch, enclosing)
     else:
       outs = watch.results_of(step, ins)
     env.update(zip(step.outs, outs, strict=True))
@@ -145,7 +149,9 @@ def _is_entered(step: Step, observer: Observer, enclosing: Enclosing) -> bool:
   return observer.merges or not (is_compiled and depends_on_values)
 
 
-def _enter(step: Step, ins: Sequence[Any], watch: Observer, enclosing: Enclosing) -> list[Any]:
+def run_step(
+  step: Step, ins: Sequence[Any], watch: Observer, enclosing: Enclosing = _TRACED
+) -> list[Any]:
   """Returns the results of a step that holds bodies; `watch` takes the observations in them."""
   ways = _ENTER[step.holds]
   enter = ways.on_host if enclosing.on_host else ways.traced
@@ -233,17 +239,27 @@ def _while(step: Step, ins: Sequence[Any], observer: Observer, enclosing: Enclos
     (again,), new = run(test, [*of_test, *carry], observer, enclosing.in_loop(index))
     return again, observer.merge(seen, new)
 
-  def iteration(state: Any) -> Any:
+  def iteration(state: Any, watch: Observer = observer) -> Any:
     again, index, seen, carry = state
     operands = [*of_body, *carry, *_lanes(again)]
-    carry, new = run(body, operands, observer, enclosing.in_loop(index))
+    carry, new = run(body, operands, watch, enclosing.in_loop(index))
     again, seen = goes_on(carry, index + 1, observer.merge(seen, new))
     return again, index + 1, seen, carry
 
   zero = jnp.zeros((), jnp.int32)
   again, seen = goes_on(carry, zero, _varying(observer.nothing(), enclosing.axes))
   state = (again, zero, seen, carry)
-  _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
+  most = observer.bound(step)
+  if most is None:
+    _, _, seen, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), iteration, state)
+    return carry, seen
+
+  # A `scan` has a backward pass. Iterations after the last one change nothing.
+  def bounded(state: Any, slices: PyTree) -> tuple[Any, None]:
+    advance = functools.partial(iteration, watch=observer.in_iteration(slices))
+    return jax.lax.cond(jnp.any(state[0]), advance, lambda state: state, state), None
+
+  (_, _, seen, carry), _ = jax.lax.scan(bounded, state, observer.slices(step), most)
   return carry, seen
 
 

@@ -10,7 +10,7 @@ import math
 import numbers
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -450,6 +450,13 @@ def _batch(
   x = jnp.moveaxis(x, cast(int, axis), bits.ndim)
   return primitive.bind(x, bits, divide=divide), bits.ndim
 
+
+AS_COMPUTED: Mapping[Primitive, Function] = {
+  scale_cotangent_p: lambda x, bits, **_: x,
+  scale_value_p: _scale_value,
+}
+"""What the identities compute, with the derivative of that. Diagnostics that differentiate a program
+again ask for it, since a value inside of the loss is at the scale already."""
 
 for _one, _other in ((scale_cotangent_p, scale_value_p), (scale_value_p, scale_cotangent_p)):
   _one.def_abstract_eval(lambda x, bits, **_: x)

@@ -144,9 +144,12 @@ class AuditRecord:
     rules: how many modules each rule picked.
     hidden: how many modules each rule matched that an earlier rule picked.
     uses: "autocast" and "loss scale", if the function uses them.
+    shows_numbers: whether a number that low precision rounds has a cast in the jaxpr. Otherwise the
+      rewriter writes the rounded number.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, *, shows_numbers: bool = False) -> None:
+    self.shows_numbers = shows_numbers
     self.uses: set[str] = set()
     self.modules: dict[str, AuditedModule] = {}
     self.rules, self.hidden = Counter[Rule](), Counter[Rule]()

@@ -1,0 +1,630 @@
+"""The roundings of a program, and the error that each of them causes in its results.
+
+The program is traced under its policy, so that the rewriter alone decides what rounds, and runs in
+float32. There, a rounding is an identity whose derivative by a factor, which is 0, is the error of
+the rounding. One backward pass therefore gives the change of the results that each rounding causes,
+to first order. It is projected on a few random vectors, because the whole change is as large as the
+results, for each rounding.
+
+Comparisons and indices have no derivative. They are measured: once with all roundings made, and
+once in float32 with the decisions of that run.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.extend.core import primitives as p
+
+from mpjax._core.errors import REFUSALS
+from mpjax._core.trees import low_to_float32
+from mpjax._core.types import Array, DType, NumpyArray, PyTree
+from mpjax._jaxpr.in_float32 import is_low, results_widened
+from mpjax._jaxpr.primitives import Holds, facts_of
+from mpjax._jaxpr.reader import aval_of, dtype_of
+from mpjax._jaxpr.runner import Enclosing, Observer, run, run_step
+from mpjax._jaxpr.steps import Body, Step, body_of
+from mpjax._optim.scaled import AS_COMPUTED
+
+PROJECTIONS = 8
+"""Random projections of the results. The error of a rounding is known within 25 %."""
+
+
+class Rounding(NamedTuple):
+  """A rounding to low precision.
+
+  Fields:
+    step: the operation whose result is rounded, or that rounds an operand.
+    operand: the position of that operand; `RESULT` if a result is rounded.
+    dtype: the format.
+    contribution: the norm of the change of the results that it causes, over the norm of these.
+    largest: the largest magnitude before rounding; 0 where it is not measured.
+  """
+
+  step: Step
+  operand: int
+  dtype: DType
+  contribution: float = 0.0
+  largest: float = 0.0
+
+  @property
+  def amplification(self) -> float:
+    """The contribution over the error of one rounding, which is uniform up to half a step."""
+    return self.contribution / roundoff(self.dtype)
+
+  @property
+  def overflows(self) -> bool:
+    return self.largest > float(jnp.finfo(self.dtype).max)
+
+
+class Decision(NamedTuple):
+  """A comparison, an index or an integer that is computed from floating numbers.
+
+  Fields:
+    step: the operation.
+    share: the share of its results that rounding changes, from 0 to 1.
+  """
+
+  step: Step
+  share: float
+
+
+class Errors(NamedTuple):
+  """The errors that the roundings of a program cause in its results.
+
+  Fields:
+    roundings: all roundings. The largest contribution comes first.
+    decisions: those that differ, by share.
+    by_decisions: the relative change of the results from all these decisions together.
+    measured: the relative error of the results with all roundings made; inf if not finite.
+    results: the floating results in float32.
+    not_followed: the operations that cannot be differentiated. Roundings before them count as none.
+  """
+
+  roundings: tuple[Rounding, ...]
+  decisions: tuple[Decision, ...]
+  by_decisions: float
+  measured: float
+  results: list[NumpyArray]
+  not_followed: tuple[Step, ...]
+
+  @property
+  def predicted(self) -> float:
+    """The relative error of the results that the roundings and decisions cause together."""
+    # Roundings are independent, so their errors add as squares.
+    squares = sum(each.contribution**2 for each in self.roundings)
+    return math.sqrt(squares + self.by_decisions**2)
+
+
+def roundoff(dtype: DType) -> float:
+  """Returns the relative error of a rounding to a format, as a mean: half the largest."""
+  return float(jnp.finfo(dtype).eps) / 4
+
+
+RESULT = -1
+"""Stands for the position of an operand where the results of a step are rounded."""
+
+Key: TypeAlias = tuple[int, int]
+"""The number of a step that rounds, and the position of the operand; `RESULT` for its results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+  """Where a program rounds.
+
+  Attributes:
+    roundings: by key. Two casts of one value have the key of the first.
+    keys: by the number of a step, the keys of what it rounds: of its results, and of operands.
+    lengths: by key, the numbers of iterations of the loops around.
+  """
+
+  roundings: dict[Key, Rounding]
+  keys: dict[int, dict[int, Key]]
+  lengths: dict[Key, tuple[int, ...]]
+
+
+def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Places:
+  """Finds the roundings of a program, in which the steps `kept` are in float32.
+
+  `bounds` has the numbers of iterations of its `while` loops, by the number of the step.
+  """
+  places = _Places({}, {}, {})
+  casts: dict[tuple[int, str], Key] = {}
+
+  def add(step: Step, operand: int, dtype: DType, around: tuple[int, ...]) -> None:
+    key = (step.number, operand)
+    is_cast = operand == RESULT and step.eqn.primitive is p.convert_element_type_p
+    slot = step.ins[0 if is_cast else operand] if step.ins else None
+    # One value that is cast twice has the same error both times, so it is one rounding.
+    if isinstance(slot, int) and (is_cast or operand != RESULT):
+      key = casts.setdefault((slot, dtype.name), key)
+    places.keys.setdefault(step.number, {})[operand] = key
+    if key not in places.roundings:
+      places.roundings[key] = Rounding(step, operand, dtype)
+      places.lengths[key] = around
+
+  def walk(body: Body, exact: Mapping[int, bool], around: tuple[int, ...]) -> list[bool]:
+    """Adds the roundings of a body, and returns which of its results are rounded already."""
+    # By value: whether it is a number of its own low-precision format.
+    rounded = dict(exact)
+    for step in body.steps:
+      of_ins = [not isinstance(x, int) or rounded.get(x, True) for x in step.ins]
+      if step.bodies:
+        length = _iterations_of(step, bounds)
+        results: list[list[bool]] = []
+        for inner, each in zip(step.inner, step.bodies, strict=True):
+          taken = [of_ins[i] for i in inner.operands or ()]
+          # A carry is a number of its format if it is one in each iteration.
+          inside = {slot: is_rounded for slot, is_rounded in zip(each.inputs, taken, strict=False)}
+          results.append(walk(each, inside, (*around, *length)))
+        returned = [x for x, inner in zip(results, step.inner, strict=True) if inner.returns]
+        outs = [all(x) for x in zip(*returned, strict=True)]
+      elif step.number in kept:
+        outs = [False] * len(step.outs)
+      elif _is_exact(step):
+        outs = [all(of_ins)] * len(step.outs)
+      else:
+        is_cast = step.eqn.primitive is p.convert_element_type_p
+        for i, (v, is_rounded) in enumerate(zip(step.eqn.invars, of_ins, strict=True)):
+          # An operand that a kept step computed is rounded where it is read.
+          if is_low(v.aval) and not is_rounded:
+            add(step, i, dtype_of(v), around)
+        low = [v for v in step.eqn.outvars if is_low(v.aval)]
+        if low and not (is_cast and _widens(step)):
+          add(step, RESULT, dtype_of(low[0]), around)
+        outs = [True] * len(step.outs)
+      rounded.update(zip(step.outs, outs, strict=True))
+    return [not isinstance(x, int) or rounded.get(x, True) for x in body.outputs]
+
+  walk(body, {}, ())
+  return places
+
+
+def _iterations_of(step: Step, bounds: Mapping[int, int]) -> tuple[int, ...]:
+  if step.holds is Holds.SCAN:
+    return (step.inner[0].times or 0,)
+  return (bounds[step.number],) if step.number in bounds else ()
+
+
+def _widens(step: Step) -> bool:
+  """Whether a cast loses nothing: from low precision to a dtype that holds its numbers."""
+  before, after = dtype_of(step.eqn.invars[0]), dtype_of(step.eqn.outvars[0])
+  return is_low(step.eqn.invars[0].aval) and jnp.promote_types(before, after) == after
+
+
+def _is_exact(step: Step) -> bool:
+  """Whether the results of a step are numbers of the format of its operands."""
+  facts = facts_of(step.eqn)
+  is_cast = step.eqn.primitive is p.convert_element_type_p
+  return not is_cast and (facts.moves or facts.exact or step.eqn.primitive in _EXACT)
+
+
+_EXACT = frozenset((p.neg_p, p.abs_p, p.sign_p, p.stop_gradient_p))
+
+
+def _decides(step: Step) -> bool:
+  """Whether a step has results without a derivative that depend on floating operands."""
+  if step.bodies or not any(map(_is_inexact, step.eqn.invars)):
+    return False
+  # The pivots of a factorization belong to the factors that are returned with them.
+  if facts_of(step.eqn).role == "linear algebra":
+    return False
+  return step.eqn.primitive in _STEPS or not all(map(_is_inexact, step.eqn.outvars))
+
+
+_STEPS = frozenset((p.floor_p, p.ceil_p, p.round_p, p.sign_p))
+"""Functions that are constant between steps."""
+
+
+def _is_inexact(atom: Any) -> bool:
+  dtype = dtype_of(atom)
+  return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+# Runs in float32.
+
+
+class _InFloat32(Observer):
+  """Runs a program in float32, with some function of each value that is rounded."""
+
+  def __init__(
+    self, places: _Places, blocked: Collection[int], rounded: Callable[[Key, Array], Array]
+  ) -> None:
+    self.places, self.blocked, self.rounded = places, blocked, rounded
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
+    keys = self.places.keys.get(step.number, {})
+    wide = [low_to_float32(x) if is_low(x) else x for x in ins]
+    for i, key in keys.items():
+      if i != RESULT:
+        wide[i] = self.rounded(key, wide[i])
+    # For the backward pass of a loss it is a constant, and its roundings change the loss.
+    if step.eqn.primitive is p.stop_gradient_p:
+      return wide
+    if step.number in self.blocked:
+      wide = [*map(jax.lax.stop_gradient, wide)]
+    if (computed := AS_COMPUTED.get(step.eqn.primitive)) is not None:
+      return [computed(*wide, **step.eqn.params)]
+    outs = results_widened(step.eqn, wide)
+    if RESULT not in keys:
+      return [*outs]
+    low = zip(outs, step.eqn.outvars, strict=True)
+    return [self.rounded(keys[RESULT], x) if is_low(v.aval) else x for x, v in low]
+
+
+class _Recorded(_InFloat32):
+  """Makes all roundings, and notes the decisions, by the number of their step.
+
+  The iterations of a `while`, branches and devices are not observed.
+  """
+
+  merges: ClassVar[bool] = False
+
+  def __init__(self, places: _Places, blocked: Collection[int]) -> None:
+    super().__init__(places, blocked, self._cast)
+
+  def _cast(self, key: Key, x: Array) -> Array:
+    return x.astype(self.places.roundings[key].dtype).astype(x.dtype)
+
+  def nothing(self) -> dict[str, dict[Any, Any]]:
+    return {"decisions": {}, "largest": {}}
+
+  def inside(self, seen: Mapping[str, Mapping[Any, Any]]) -> None:
+    for kind, values in seen.items():
+      self.seen[kind].update(values)
+
+  def of_devices(self, seen: PyTree) -> PyTree:
+    return self.nothing()
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
+    if step.bodies:
+      return run_step(step, ins, _InFloat32(self.places, self.blocked, self.rounded))
+    outs = super().results_of(step, ins)
+    return self.decide(step, outs) if _decides(step) else outs
+
+  def decide(self, step: Step, outs: list[Any]) -> list[Any]:
+    self.seen["decisions"][step.number] = outs
+    return outs
+
+
+class _Replayed(_Recorded):
+  """Takes the decisions of another run, and notes the share that differs. Nothing is rounded.
+
+  It also notes the largest magnitude of what would be rounded to float16.
+  """
+
+  def __init__(
+    self, places: _Places, blocked: Collection[int], decisions: Mapping[int, list[Array]]
+  ) -> None:
+    super().__init__(places, blocked)
+    self.decisions = decisions
+
+  def of(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> Self:
+    one = super().of(body, values, enclosing)
+    one.rounded = one.note
+    return one
+
+  def note(self, key: Key, x: Array) -> Array:
+    if self.places.roundings[key].dtype == jnp.float16:
+      self.seen["largest"][key] = jnp.max(jnp.abs(jnp.where(jnp.isfinite(x), x, 0)), initial=0)
+    return x
+
+  def slices(self, step: Step) -> Mapping[int, list[Array]]:
+    inside = {each.number for body in step.bodies for each in body.every_step()}
+    return {number: x for number, x in self.decisions.items() if number in inside}
+
+  def in_iteration(self, slices: Mapping[int, list[Array]]) -> Self:
+    one = copy.copy(self)
+    one.decisions = {**self.decisions, **slices}
+    return one
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
+    if step.bodies:
+      return run_step(step, ins, _InFloat32(self.places, self.blocked, lambda key, x: x))
+    return super().results_of(step, ins)
+
+  def decide(self, step: Step, outs: list[Any]) -> list[Any]:
+    if step.number not in self.decisions:
+      return outs
+    # Sorting returns values beside the indices. They differ by their rounding alone.
+    counts = [not _is_inexact(v) or step.eqn.primitive in _STEPS for v in step.eqn.outvars]
+    others = self.decisions[step.number]
+    differ = [a != b for a, b, counted in zip(outs, others, counts, strict=True) if counted]
+    shares = [jnp.mean(x, dtype=jnp.float32) for x in differ if x.size]
+    self.seen["decisions"][step.number] = functools.reduce(jnp.maximum, shares, jnp.float32(0))
+    return [b if counted else a for a, b, counted in zip(outs, others, counts, strict=True)]
+
+
+class _Perturbed(_InFloat32):
+  """Makes each rounding a change in proportion to its factor."""
+
+  def __init__(
+    self,
+    places: _Places,
+    blocked: Collection[int],
+    factors: Mapping[Key, Array],
+    bounds: Mapping[int, int],
+  ) -> None:
+    super().__init__(places, blocked, self.move)
+    self.factors, self.bounds = factors, bounds
+
+  def of(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> Self:
+    one = super().of(body, values, enclosing)
+    one.rounded = one.move
+    return one
+
+  def bound(self, step: Step) -> int | None:
+    return self.bounds.get(step.number)
+
+  def slices(self, step: Step) -> Mapping[Key, Array]:
+    inside = {each.number for body in step.bodies for each in body.every_step()}
+    return {key: x for key, x in self.factors.items() if key[0] in inside}
+
+  def in_iteration(self, slices: Mapping[Key, Array]) -> Self:
+    one = copy.copy(self)
+    one.factors = {**self.factors, **slices}
+    return one
+
+  def move(self, key: Key, x: Array) -> Array:
+    return _moved(self.places.roundings[key].dtype, x, self.factors[key])
+
+
+class _Counted(Observer):
+  """Notes the most iterations of each `while`, by its position among those of a program."""
+
+  def __init__(self, loops: Sequence[Step]) -> None:
+    # The condition and the body of a loop are its bodies, and the body runs as often as it goes on.
+    self.loops = {id(step.bodies[1]): i for i, step in enumerate(loops)}
+
+  def nothing(self) -> Array:
+    return jnp.zeros(len(self.loops), jnp.int32)
+
+  def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
+    if id(body) in self.loops:
+      self.seen = self.seen.at[self.loops[id(body)]].max(enclosing.indices[-1] + 1)
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
+    wide = [low_to_float32(x) if is_low(x) else x for x in ins]
+    return [*results_widened(step.eqn, wide)]
+
+  def inside(self, seen: Array) -> None:
+    self.seen = jnp.maximum(self.seen, seen)
+
+  def merge(self, one: Array, other: Array) -> Array:
+    return jnp.maximum(one, other)
+
+  def of_devices(self, seen: Array) -> Array:
+    return jnp.max(seen, axis=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved(dtype: DType, x: Array, factor: Array) -> Array:
+  """Returns `x + factor * (rounded(x) - x)` at a factor of 0."""
+  return x
+
+
+def _moved_forward(dtype: DType, x: Array, factor: Array) -> tuple[Array, Array]:
+  return x, x
+
+
+def _moved_backward(dtype: DType, x: Array, cotangent: Array) -> tuple[Array, Array]:
+  # The error is computed again here, so that no rounding needs memory of its own: other operations
+  # keep the value anyway. It is infinite for an overflow, which is reported by itself.
+  error = x.astype(dtype).astype(x.dtype) - x
+  return cotangent, jnp.sum(cotangent * jnp.where(jnp.isfinite(error), error, 0))
+
+
+_moved.defvjp(_moved_forward, _moved_backward)
+
+
+# The errors.
+
+
+def errors_of(
+  program: ClosedJaxpr,
+  operands: Sequence[Array],
+  counted: Mapping[int, int | None],
+  kept: Callable[[Step], bool] = lambda step: False,
+) -> Errors:
+  """Returns the errors that the roundings of a program cause in its results.
+
+  Args:
+    program: a function that was traced under its policy.
+    operands: its arguments.
+    counted: the positions of the floating results that count. If a result is the new version of an
+      argument, its errors are relative to the change, and the value is the position of that.
+    kept: says which operations are in float32 instead.
+  """
+  body = body_of(program, compiled=True)
+  steps = {step.number: step for step in body.every_step()}
+  in_float32 = frozenset(number for number, step in steps.items() if kept(step))
+  wide = [low_to_float32(x) if is_low(x) else jnp.asarray(x) for x in operands]
+  loops = [step for step in steps.values() if step.holds is Holds.WHILE]
+  bounds = dict[int, int]()
+  if loops:
+    count = jax.jit(lambda xs: run(body, xs, _Counted(loops))[1])
+    bounds = {step.number: int(n) for step, n in zip(loops, count(wide), strict=True)}
+  places = _places(body, in_float32, bounds)
+  blocked = frozenset(number for number, step in steps.items() if step.holds is Holds.KERNEL)
+  try:
+    found = _measured(body, wide, [*counted], places, blocked, bounds)
+  except REFUSALS:
+    # Some operation cannot be differentiated. Only then each is tried alone.
+    refusing = {n for n, step in steps.items() if not step.bodies and not _has_derivative(step)}
+    if not refusing - blocked:
+      raise
+    blocked |= refusing
+    found = _measured(body, wide, [*counted], places, blocked, bounds)
+  results, rounded, replayed, notes, squares = jax.device_get(found)
+  old = [0.0 if i is None else wide[i] for i in counted.values()]
+  norm = _norm(x - y for x, y in zip(results, old, strict=True))
+
+  def error(others: Sequence[NumpyArray]) -> float:
+    difference = _norm(x - y for x, y in zip(others, results, strict=True)) / norm
+    return difference if math.isfinite(difference) else math.inf
+
+  # Without low precision nothing is divided, and a result may be zero.
+  roundings = [
+    each._replace(
+      contribution=math.sqrt(float(np.sum(squares[key]))) / norm,
+      largest=float(np.max(notes["largest"].get(key, 0.0))),
+    )
+    for key, each in places.roundings.items()
+  ]
+  shares = {number: float(np.mean(x)) for number, x in notes["decisions"].items()}
+  decisions = [Decision(steps[number], share) for number, share in shares.items() if share]
+  return Errors(
+    tuple(sorted(roundings, key=lambda each: -each.contribution)),
+    tuple(sorted(decisions, key=lambda each: -each.share)),
+    error(replayed) if decisions else 0.0,
+    error(rounded) if roundings else 0.0,
+    results,
+    tuple(steps[number] for number in sorted(blocked)),
+  )
+
+
+def before_nonfinite(
+  program: ClosedJaxpr, operands: Sequence[Array], kept: Callable[[Step], bool]
+) -> list[Step]:
+  """Returns the steps whose roundings the first value that is not finite is computed from.
+
+  That value is finite in float32, without roundings. The steps are the last ones before it. The
+  list is empty if all values are finite, and if the value is in a branch or in a `while`.
+  """
+  body = body_of(program, compiled=True)
+  steps = {step.number: step for step in body.every_step()}
+  in_float32 = frozenset(number for number, step in steps.items() if kept(step))
+  wide = [low_to_float32(x) if is_low(x) else jnp.asarray(x) for x in operands]
+  places = _places(body, in_float32, {})
+  finite = jax.jit(
+    lambda xs: [run(body, xs, _Finite(places, is_rounded))[1] for is_rounded in (True, False)]
+  )
+  with_roundings, without = jax.device_get(finite(wide))
+  broken = [n for n in with_roundings if not np.all(with_roundings[n]) and np.all(without[n])]
+  if not broken:
+    return []
+  # The steps of all lists, by the values that they compute.
+  made_by = {slot: step for step in steps.values() for slot in step.outs}
+  found: dict[int, Step] = {}
+  waiting = [steps[min(broken)]]
+  seen = set[int]()
+  while waiting:
+    step = waiting.pop()
+    if step.number in seen:
+      continue
+    seen.add(step.number)
+    if step.number in places.keys:
+      found[step.number] = step
+      # A rounding of the result comes after the operation, and may not be what broke it.
+      if step.number != min(broken):
+        continue
+    waiting += [made_by[slot] for slot in step.reads if slot in made_by]
+  return [*found.values()]
+
+
+class _Finite(_Recorded):
+  """Notes whether the results of each step are finite, with or without roundings."""
+
+  def __init__(self, places: _Places, is_rounded: bool) -> None:
+    super().__init__(places, ())
+    if not is_rounded:
+      self.rounded = lambda key, x: x
+
+  def nothing(self) -> dict[int, Array]:
+    return {}
+
+  def inside(self, seen: Mapping[int, Array]) -> None:
+    self.seen.update(seen)
+
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
+    outs = super().results_of(step, ins)
+    inexact = [x for x, v in zip(outs, step.eqn.outvars, strict=True) if _is_inexact(v)]
+    if inexact:
+      self.seen[step.number] = jnp.stack([jnp.all(jnp.isfinite(x)) for x in inexact])
+    return outs
+
+  def decide(self, step: Step, outs: list[Any]) -> list[Any]:
+    return outs
+
+
+def _norm(arrays: Any) -> float:
+  with np.errstate(over="ignore", invalid="ignore"):
+    return math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in arrays))
+
+
+def _measured(
+  body: Body,
+  wide: Sequence[Array],
+  positions: Sequence[int],
+  places: _Places,
+  blocked: Collection[int],
+  bounds: Mapping[int, int],
+) -> Any:
+  """Runs a program in float32: with all roundings, with their decisions, and backward."""
+  factors = {key: jnp.zeros(lengths) for key, lengths in places.lengths.items()}
+
+  def counted(observer: Observer, xs: Sequence[Array]) -> tuple[list[Array], PyTree]:
+    outs, seen = run(body, xs, observer)
+    # A result may be a number of the program.
+    return [jnp.asarray(outs[i]) for i in positions], seen
+
+  @jax.jit
+  def measure(factors: Mapping[Key, Array], xs: Sequence[Array]) -> Any:
+    rounded, recorded = counted(_Recorded(places, blocked), xs)
+    replayed, notes = counted(_Replayed(places, blocked, recorded["decisions"]), xs)
+
+    def perturbed(factors: Mapping[Key, Array]) -> list[Array]:
+      return counted(_Perturbed(places, blocked, factors, bounds), xs)[0]
+
+    results, pull = jax.vjp(perturbed, factors)
+
+    def projected(key: Array) -> Mapping[Key, Array]:
+      (changes,) = pull(_random_like(results, key))
+      # The iterations of a loop round independently, so their changes add as squares.
+      return jax.tree.map(lambda x: jnp.sum(x**2), changes)
+
+    squares = jax.lax.map(projected, jax.random.split(jax.random.key(0), PROJECTIONS))
+    return results, rounded, replayed, notes, jax.tree.map(lambda x: jnp.mean(x, axis=0), squares)
+
+  return measure(factors, wide)
+
+
+def _random_like(arrays: Sequence[Array], key: Array) -> list[Array]:
+  """Returns normal numbers, whose product with an error has the length of the error as a mean."""
+  keys = (jax.random.fold_in(key, i) for i in range(len(arrays)))
+  draws = [jax.random.normal(each, x.shape, x.dtype) for each, x in zip(keys, arrays, strict=True)]
+  # The variance of a complex normal number is 1 too, and only its real part counts.
+  return [x * math.sqrt(2) if jnp.iscomplexobj(x) else x for x in draws]
+
+
+def _has_derivative(step: Step) -> bool:
+  """Whether the results of a step have a backward pass by its floating operands."""
+  if not (any(map(_is_inexact, step.eqn.invars)) and any(map(_is_inexact, step.eqn.outvars))):
+    return True
+  types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+  types = [jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_low(x) else x for x in types]
+
+  def gradient(*operands: Array) -> Any:
+    inexact = [i for i, v in enumerate(step.eqn.invars) if _is_inexact(v)]
+
+    def total(chosen: Sequence[Array]) -> Array:
+      values = [*operands]
+      for i, x in zip(inexact, chosen, strict=True):
+        values[i] = x
+      outs = results_widened(step.eqn, values)
+      return sum(jnp.sum(jnp.abs(x)) for x, v in zip(outs, step.eqn.outvars) if _is_inexact(v))
+
+    return jax.grad(total)([operands[i] for i in inexact])
+
+  try:
+    jax.eval_shape(gradient, *types)
+  except REFUSALS:
+    return False
+  return True

@@ -1,0 +1,267 @@
+"""`mpjax.sensitivity`: the error that each rounding causes in the result of a function."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr
+
+from mpjax._autocast.autocast import autocast
+from mpjax._core.errors import MpjaxValueError, check_call
+from mpjax._core.leaves import Path
+from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._debug.arguments import Argument, Call, name_by_parameters
+from mpjax._debug.expectations import check_float32, lows_of
+from mpjax._debug.module_names import with_models_under
+from mpjax._debug.ranges import gradient_of, has_backward_pass, scale_for_float16
+from mpjax._debug.report import Advance, Pending
+from mpjax._debug.roundings import Decision, Errors, Rounding, before_nonfinite, errors_of
+from mpjax._debug.sensitivity_report import (
+  THRESHOLD,
+  DecisionRow,
+  RoundingRow,
+  SensitivityReport,
+)
+from mpjax._debug.suggested_changes import Cure, cure_of
+from mpjax._jaxpr.graph import Graph, Value
+from mpjax._jaxpr.steps import Step
+from mpjax._policy.active import AUDIT, AuditRecord
+from mpjax._policy.policy import PolicyLike, parse_policy
+
+CALL = "mpjax.sensitivity(fn)"
+_FIX = "Write mpjax.sensitivity(loss_fn)(params, batch), with a function and then its arguments."
+
+_ROUNDS = 4
+"""The most times that the cures are looked for: a cure may move a rounding to another line."""
+
+
+@check_call(CALL, fix=_FIX)
+def sensitivity(
+  fn: Callable[P, object], policy: PolicyLike | None = None
+) -> Callable[P, SensitivityReport]:
+  """Measure the error that each rounding to low precision causes in the result of a function.
+
+  The report predicts the relative error of the result: of its gradient, if the function is a loss,
+  and of the update, if it is a training step. It lists the roundings by their contribution. The
+  amplification of a rounding is its contribution over the error of one rounding. It is about 1 in
+  healthy programs, and 10 to 10^6 where something cancels, overflows or is a large angle. Above 8
+  the report names the change that cures it, and the error that remains with all cures.
+
+  The function is traced under its policy, and runs in float32 with one backward pass per projection
+  of the result, of which there are 8. docs/sensitivity.md describes the method and its cost. The
+  idea is that of error estimation by adjoints, as in CHEF-FP (Vassilev et al., 2022).
+
+  Args:
+    fn: a model, a loss, a gradient or a training step, jitted or not, under a policy. A loss returns
+      a scalar, or one and aux. It is differentiated with respect to its first argument.
+    policy: the policy for a function that has none. Flax models run under it as with
+      `mpjax.with_policy`, and other functions as with `mpjax.autocast`.
+
+  Returns:
+    A function with the arguments of `fn`, which must be concrete arrays. It returns a report: print
+    it, show it in a notebook, or read `.predicted`, `.measured`, `.roundings` and `.cures`.
+
+  Raises:
+    MpjaxTypeError: `fn` is no function; when called: an argument is traced.
+    MpjaxValueError: the policy is unknown. When called: nothing is in low precision, the function
+      has a policy and gets another, or its results are not finite in float32.
+
+  >>> import jax, jax.numpy as jnp, mpjax
+  >>> def loss_fn(w, x):  # The angle is about 100.
+  ...   return jnp.sum(jnp.sin(30 * (x @ w)))
+  >>> w, x = jnp.arange(64.0).reshape(8, 8) / 64, jnp.ones((4, 8)) + jnp.arange(8) / 9
+  >>> report = mpjax.sensitivity(mpjax.autocast(loss_fn))(w, x)
+  >>> report.roundings[0].operation, report.roundings[0].amplification > 8
+  ('dot_general', True)
+  """
+  parsed = None if policy is None else parse_policy(policy, "mpjax.sensitivity(policy)")
+
+  def report(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> SensitivityReport:
+    call = Call(args, kwargs, CALL)
+    call.check_concrete()
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if parsed is not None:
+      check_float32(Graph(call.traced(fn)[0]), f"{CALL}(*args)", "function")
+      plain, fn = fn, with_models_under(fn, parsed, ())
+      if not lows_of(Graph(call.traced(fn)[0])):
+        fn = autocast(plain, parsed)
+    program, counted, kind = _traced(fn, call, args, advance)
+    paths = _paths_of(program, call.arguments(fn))
+    errors, cures, cured = _with_cures(program, call, counted, advance)
+    return SensitivityReport(
+      name=name,
+      of=kind,
+      predicted=errors.predicted,
+      measured=errors.measured,
+      by_decisions=errors.by_decisions,
+      roundings=_rows(errors.roundings, cures, paths),
+      decisions=tuple(
+        DecisionRow(paths(each.step), each.step.location.source, _name(each.step), each.share)
+        for each in errors.decisions
+      ),
+      cures=tuple(dict.fromkeys(each.code for each in cures)),
+      predicted_with_cures=cured.predicted,
+      measured_with_cures=cured.measured,
+      not_followed=tuple(
+        DecisionRow(paths(each), each.location.source, _name(each)) for each in errors.not_followed
+      ),
+    )
+
+  return Pending(CALL, fn, report, _FIX)
+
+
+def _traced(
+  fn: Function, call: Call, args: Args, advance: Advance
+) -> tuple[ClosedJaxpr, Mapping[int, int | None], str]:
+  """Returns the program whose result counts, which results do, and what they are.
+
+  See `errors_of` for the second. A loss is differentiated.
+  """
+  # Low precision rounds the numbers of a function too.
+  record = AuditRecord(shows_numbers=True)
+  with AUDIT(record):
+    program, outputs = call.traced(fn)
+  is_low = bool(lows_of(Graph(program)))
+  if args and not has_backward_pass(program) and call.returned_loss(program, outputs):
+    # Without a scale, the gradients of float16 would underflow.
+    has_float16 = any(v.dtype == jnp.float16 for v in lows_of(Graph(program)))
+    scale = scale_for_float16(fn, args, {}, advance) if has_float16 else 1.0
+    with AUDIT(record):
+      program, outputs = call.traced(gradient_of(fn, scale))
+    # The program returns ((loss, aux), gradients).
+    first = sum(path[0] == "0" for path in outputs)
+    counted = dict.fromkeys(range(first, len(outputs)))
+    kind = "gradient"
+  else:
+    counted = _new_versions(Graph(program), call.arguments(fn), outputs)
+    kind = "update" if counted else "result"
+    counted = counted or dict.fromkeys(range(len(outputs)))
+  counted = {i: j for i, j in counted.items() if _is_inexact(program.out_avals[i])}
+  if not is_low:
+    raise MpjaxValueError(
+      f"{CALL}(*args)",
+      expected="a function that computes in low precision",
+      got="one without a value in bfloat16, float16 or float8",
+      fix='Pass the policy: mpjax.sensitivity(fn, policy="mixed_bfloat16")(*args).',
+    )
+  return program, counted, kind
+
+
+def _is_inexact(aval: ShapedArray) -> bool:
+  return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _new_versions(
+  graph: Graph, arguments: Sequence[Argument], outputs: Sequence[Path]
+) -> dict[int, int | None]:
+  """Returns the results that replace an argument of a training step, each with that argument.
+
+  A result replaces an argument if it has the same tree. So has a gradient, but only a step adds
+  something to an argument. Without such a sum the function is no step, and nothing is returned.
+  """
+  # By argument, and by result: the position of each leaf, by its path and type.
+  taken: dict[str, dict[object, int]] = {}
+  for i, (one, value) in enumerate(zip(arguments, graph.arguments, strict=True)):
+    name = one.name.removesuffix("/".join(one.keys))
+    taken.setdefault(name, {})[one.keys, value.aval.shape, value.dtype] = i
+  found: dict[int, int | None] = {}
+  # The first key of the path of a result is its number, if the function returns several. What it
+  # writes to a model of NNX has the path that it has in the model.
+  for depth in (0, 1):
+    returned: dict[Path, dict[object, int]] = {}
+    for i, (path, value) in enumerate(zip(outputs, graph.results, strict=True)):
+      key = path[depth:], value.aval.shape, value.dtype
+      returned.setdefault(path[:depth], {})[key] = i
+    for result in returned.values():
+      for argument in taken.values():
+        if argument.keys() == result.keys() and not found.keys() & set(result.values()):
+          found.update({result[key]: argument[key] for key in result})
+  sums = (
+    graph.arguments[j] in _summed(graph.results[i]) for i, j in found.items() if j is not None
+  )
+  return found if any(sums) else {}
+
+
+def _summed(value: Value) -> set[Value]:
+  """Returns the values that a value is the sum of, or one of which it is where a mask is set."""
+  found, waiting = set[Value](), [value]
+  while waiting:
+    one = waiting.pop()
+    if one in found:
+      continue
+    found.add(one)
+    made_by = one.made_by
+    if made_by is not None and (made_by.moves or made_by.casts or made_by.facts.role == "sum"):
+      waiting += made_by.operands
+  # A function that returns an argument as it is adds nothing to it.
+  return found - {value}
+
+
+def _paths_of(program: ClosedJaxpr, arguments: Sequence[Argument]) -> Callable[[Step], str]:
+  """Returns a function that returns the path of the module of an operation."""
+  graph = Graph(program)
+  owners = [one.module if one.is_first else () for one in arguments]
+  named = name_by_parameters(graph, owners if len(owners) == len(graph.arguments) else [])
+  return lambda step: step.location.path or "/".join(named.get(step.key, ()))
+
+
+def _with_cures(
+  program: ClosedJaxpr, call: Call, counted: Mapping[int, int | None], advance: Advance
+) -> tuple[Errors, list[Cure], Errors]:
+  """Returns the errors of a program, the changes to make, and the errors with them."""
+  operands = [*map(jnp.asarray, call.arrays)]
+  cures: list[Cure] = []
+
+  def is_cured(step: Step) -> bool:
+    return any(each.covers(step) for each in cures)
+
+  first = errors = errors_of(program, operands, counted)
+  if not all(np.all(np.isfinite(x)) for x in errors.results):
+    raise MpjaxValueError(
+      f"{CALL}(*args)",
+      expected="a function whose results are finite in float32",
+      got="inf or NaN without any rounding",
+      fix="Find where it comes from: print(mpjax.find_nonfinite(fn)(*args)).",
+    )
+  for done in range(_ROUNDS):
+    advance(done + 1, _ROUNDS + 1)
+    steps = [row.step for row in errors.roundings if row.overflows or row.amplification > THRESHOLD]
+    if not math.isfinite(errors.measured):
+      steps += before_nonfinite(program, operands, is_cured)
+    # A cure may cover the next rounding too.
+    new = len(cures)
+    for step in steps:
+      if not is_cured(step):
+        cures.append(cure_of(step))
+    if len(cures) == new:
+      break
+    errors = errors_of(program, operands, counted, is_cured)
+  return first, cures, errors
+
+
+def _name(step: Step) -> str:
+  return step.eqn.primitive.name
+
+
+def _rows(
+  roundings: Sequence[Rounding], cures: Sequence[Cure], paths: Callable[[Step], str]
+) -> tuple[RoundingRow, ...]:
+  """Returns a row for the roundings of each kind of operation of a line and module."""
+  groups: dict[tuple[object, ...], list[Rounding]] = {}
+  for each in roundings:
+    where = each.step.location
+    key = paths(each.step), where.source, _name(each.step), where.direction, each.dtype.name
+    groups.setdefault(key, []).append(each)
+  rows = [
+    RoundingRow(
+      *key,
+      contribution=math.hypot(*(each.contribution for each in group)),
+      amplification=math.hypot(*(each.amplification for each in group)),
+      overflows=any(each.overflows for each in group),
+      cure=next((cure.code for cure in cures if cure.covers(group[0].step)), ""),
+    )
+    for key, group in groups.items()
+  ]
+  return tuple(sorted(rows, key=lambda row: (not row.overflows, -row.contribution)))
