@@ -70,6 +70,8 @@ class Call:
     positions: the positions of the traced leaves among all.
     arrays: the traced leaves.
     returned: the result of the function that was traced last.
+    written: by the position of a result, the position of the traced leaf in place of which the
+      function that was traced last wrote it, such as the parameter of an NNX model.
   """
 
   def __init__(
@@ -87,6 +89,7 @@ class Call:
     self.arrays = [leaves[i] for i in self.positions]
     # This describes the result before the first trace.
     self.returned = Returned(type(None), None, [])
+    self.written = dict[int, int]()
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     """Returns the arguments with other arrays instead of the traced leaves."""
@@ -139,8 +142,19 @@ class Call:
       before = jax.tree.leaves(call)
       returned = fn(*args, **kwargs)
       self.returned = _without_arrays(returned)
-      results = [*_leaves_by_path(returned), *_written(call, before)]
-      results = [(path, x) for path, x in results if isinstance(x, jax.Array)]
+      results = [(path, x) for path, x in _leaves_by_path(returned) if isinstance(x, jax.Array)]
+      self.written.clear()
+      # NNX replaces the array of a variable, so a written leaf is another object.
+      old = {id(x) for x in before}
+      after = [*_leaves_by_path(call)]
+      # A function may also add leaves, such as intermediate values. Then places say nothing.
+      places = self._order if len(after) == len(before) else [-1] * len(after)
+      for i, (path, x) in zip(places, after, strict=True):
+        if id(x) not in old and isinstance(x, jax.Array):
+          if i in self.positions:
+            self.written[len(results)] = self.positions.index(i)
+          # Leave out the first two keys, which are the kind and the position or keyword.
+          results.append((path[2:], x))
       paths[:] = [path for path, _ in results]
       return [x for _, x in results]
 
@@ -204,16 +218,6 @@ def _without_arrays(returned: PyTree) -> Returned:
 
 def _leaves_by_path(tree: PyTree) -> Iterator[tuple[Path, Leaf]]:
   return zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-
-
-def _written(call: tuple[Args, Kwargs], before: Sequence[Leaf]) -> Iterator[tuple[Path, Leaf]]:
-  """Yields the leaves that a function wrote into its arguments, such as a model of NNX."""
-  # NNX replaces the array of a variable, so a written leaf is another object.
-  old = {id(x) for x in before}
-  for path, x in _leaves_by_path(call):
-    if id(x) not in old:
-      # Leave out the first two keys, which are the kind and the position or keyword.
-      yield path[2:], x
 
 
 def positional_names(fn: Function, count: int) -> list[str]:

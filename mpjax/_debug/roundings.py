@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
@@ -28,7 +28,7 @@ from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, DType, NumpyArray, PyTree
 from mpjax._jaxpr.in_float32 import is_low, results_widened
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import aval_of, dtype_of
+from mpjax._jaxpr.reader import dtype_of
 from mpjax._jaxpr.runner import Enclosing, Observer, run, run_step
 from mpjax._jaxpr.steps import Body, Step, body_of
 from mpjax._optim.scaled import AS_COMPUTED
@@ -162,7 +162,7 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
         for inner, each in zip(step.inner, step.bodies, strict=True):
           taken = [of_ins[i] for i in inner.operands or ()]
           # A carry is a number of its format if it is one in each iteration.
-          inside = {slot: is_rounded for slot, is_rounded in zip(each.inputs, taken, strict=False)}
+          inside = dict(zip(each.inputs, taken, strict=False))
           results.append(walk(each, inside, (*around, *length)))
         returned = [x for x, inner in zip(results, step.inner, strict=True) if inner.returns]
         outs = [all(x) for x in zip(*returned, strict=True)]
@@ -619,7 +619,9 @@ def _has_derivative(step: Step) -> bool:
       for i, x in zip(inexact, chosen, strict=True):
         values[i] = x
       outs = results_widened(step.eqn, values)
-      return sum(jnp.sum(jnp.abs(x)) for x, v in zip(outs, step.eqn.outvars) if _is_inexact(v))
+      return sum(
+        jnp.sum(jnp.abs(x)) for x, v in zip(outs, step.eqn.outvars, strict=True) if _is_inexact(v)
+      )
 
     return jax.grad(total)([operands[i] for i in inexact])
 

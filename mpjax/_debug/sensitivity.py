@@ -17,7 +17,7 @@ from mpjax._debug.expectations import check_float32, lows_of
 from mpjax._debug.module_names import with_models_under
 from mpjax._debug.ranges import gradient_of, has_backward_pass, scale_for_float16
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.roundings import Decision, Errors, Rounding, before_nonfinite, errors_of
+from mpjax._debug.roundings import Errors, Rounding, before_nonfinite, errors_of
 from mpjax._debug.sensitivity_report import (
   THRESHOLD,
   DecisionRow,
@@ -54,8 +54,8 @@ def sensitivity(
   idea is that of error estimation by adjoints, as in CHEF-FP (Vassilev et al., 2022).
 
   Args:
-    fn: a model, a loss, a gradient or a training step, jitted or not, under a policy. A loss returns
-      a scalar, or one and aux. It is differentiated with respect to its first argument.
+    fn: a model, a loss, a gradient or a training step, jitted or not, under a policy. A loss
+      returns a scalar, or one and aux. It is differentiated by its first argument.
     policy: the policy for a function that has none. Flax models run under it as with
       `mpjax.with_policy`, and other functions as with `mpjax.autocast`.
 
@@ -135,7 +135,7 @@ def _traced(
     counted = dict.fromkeys(range(first, len(outputs)))
     kind = "gradient"
   else:
-    counted = _new_versions(Graph(program), call.arguments(fn), outputs)
+    counted = _new_versions(Graph(program), call, call.arguments(fn), outputs)
     kind = "update" if counted else "result"
     counted = counted or dict.fromkeys(range(len(outputs)))
   counted = {i: j for i, j in counted.items() if _is_inexact(program.out_avals[i])}
@@ -154,7 +154,7 @@ def _is_inexact(aval: ShapedArray) -> bool:
 
 
 def _new_versions(
-  graph: Graph, arguments: Sequence[Argument], outputs: Sequence[Path]
+  graph: Graph, call: Call, arguments: Sequence[Argument], outputs: Sequence[Path]
 ) -> dict[int, int | None]:
   """Returns the results that replace an argument of a training step, each with that argument.
 
@@ -166,9 +166,8 @@ def _new_versions(
   for i, (one, value) in enumerate(zip(arguments, graph.arguments, strict=True)):
     name = one.name.removesuffix("/".join(one.keys))
     taken.setdefault(name, {})[one.keys, value.aval.shape, value.dtype] = i
-  found: dict[int, int | None] = {}
-  # The first key of the path of a result is its number, if the function returns several. What it
-  # writes to a model of NNX has the path that it has in the model.
+  found: dict[int, int | None] = dict(call.written)
+  # The first key of the path of a result is its number, if the function returns several.
   for depth in (0, 1):
     returned: dict[Path, dict[object, int]] = {}
     for i, (path, value) in enumerate(zip(outputs, graph.results, strict=True)):

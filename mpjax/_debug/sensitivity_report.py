@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from mpjax._debug.findings import merged, unnumbered
-from mpjax._debug.report import MOST, Report, Section, percent
+from mpjax._debug.report import Report, Section, percent
 from mpjax._jaxpr.locations import Direction, Source
 
 THRESHOLD = 8.0
@@ -100,10 +100,9 @@ class SensitivityReport(Report):
 
   def _errors(self) -> Section:
     """Returns the predicted error, and the table of roundings."""
-    lines = [
-      f"The {self.of} of {self.name} has a relative error of {_text(self.predicted)}, as predicted "
-      f"from its roundings. With all of them made, it is {_text(self.measured)}."
-    ]
+    first = f"The {self.of} of {self.name} has a relative error of {_text(self.predicted)}, as "
+    first += f"predicted from its roundings. With all of them made, it is {_text(self.measured)}."
+    lines = [first]
     if any(row.overflows for row in self.roundings):
       lines.append("Values overflow. See the first rows.")
     elif not self.cures:
@@ -134,10 +133,8 @@ class SensitivityReport(Report):
   def _cures(self) -> Section:
     if not self.cures:
       return Section()
-    lines = [
-      f"With these changes the predicted error is {_text(self.predicted_with_cures)}, and the "
-      f"measured one {_text(self.measured_with_cures)}."
-    ]
+    first = f"With these changes the predicted error is {_text(self.predicted_with_cures)}, and "
+    lines = [f"{first}the measured one {_text(self.measured_with_cures)}."]
     lines += [f"{i}. {self._line_of(code)}{code}" for i, code in enumerate(self.cures, 1)]
     return Section(
       f"Cures of roundings that are amplified more than {THRESHOLD:.0f} times", tuple(lines)

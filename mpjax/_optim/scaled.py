@@ -455,8 +455,8 @@ AS_COMPUTED: Mapping[Primitive, Function] = {
   scale_cotangent_p: lambda x, bits, **_: x,
   scale_value_p: _scale_value,
 }
-"""What the identities compute, with the derivative of that. Diagnostics that differentiate a program
-again ask for it, since a value inside of the loss is at the scale already."""
+"""What the identities compute, with its own derivative. A diagnostic that differentiates a program
+once more needs it, since the values inside of the loss are at the scale already."""
 
 for _one, _other in ((scale_cotangent_p, scale_value_p), (scale_value_p, scale_cotangent_p)):
   _one.def_abstract_eval(lambda x, bits, **_: x)
