@@ -107,6 +107,7 @@ def sensitivity(
       not_followed=tuple(
         DecisionRow(paths(each), each.location.source, _name(each)) for each in errors.not_followed
       ),
+      exact=tuple(errors.results),
     )
 
   return Pending(CALL, fn, report, _FIX)

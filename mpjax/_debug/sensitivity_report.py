@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from mpjax._core.types import NumpyArray
 from mpjax._debug.findings import merged, unnumbered
 from mpjax._debug.report import Report, Section, percent
 from mpjax._jaxpr.locations import Direction, Source
@@ -76,6 +78,7 @@ class SensitivityReport(Report):
     measured_with_cures: the error that is then measured.
     not_followed: kernels, and operations that cannot be differentiated. Roundings of their operands
       are not counted.
+    exact: the arrays of the result in float32, as NumPy arrays.
 
   >>> import jax.numpy as jnp, mpjax
   >>> report = mpjax.sensitivity(mpjax.autocast(jnp.dot))(jnp.eye(8) / 3, jnp.eye(8))
@@ -94,6 +97,11 @@ class SensitivityReport(Report):
   predicted_with_cures: float
   measured_with_cures: float
   not_followed: tuple[DecisionRow, ...]
+  exact: tuple[NumpyArray, ...]
+
+  def as_dict(self) -> Mapping[str, object]:
+    # The results may be as large as the model.
+    return {name: x for name, x in super().as_dict().items() if name != "exact"}
 
   def sections(self) -> list[Section]:
     return [self._errors(), self._cures(), self._decisions(), self._not_followed()]
