@@ -23,7 +23,6 @@ from typing import Any
 import hard_programs
 import jax
 import measure
-import numpy as np
 import tables
 from accuracy_models import MODELS
 from hard import PROGRAMS
@@ -101,7 +100,7 @@ def ratio(case: Mapping[str, Any]) -> float:
 
 
 def agreeing(results: Mapping[str, Any], dtype: str) -> tuple[int, int]:
-  """Returns how many predictions are within a factor of 2 of the measured error, and of how many."""
+  """Returns how many predictions are within a factor of 2 of the measured error, of how many."""
   ratios = [ratio(each[dtype]) for each in results["cases"].values() if dtype in each]
   return sum(0.5 <= each <= 2 for each in ratios), len(ratios)
 

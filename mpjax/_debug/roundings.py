@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
@@ -464,10 +464,10 @@ def errors_of(
     found = _measured(body, wide, [*counted], places, blocked, bounds)
   results, rounded, replayed, notes, squares = jax.device_get(found)
   old = [0.0 if i is None else wide[i] for i in counted.values()]
-  norm = _norm(x - y for x, y in zip(results, old, strict=True))
+  norm = norm_of(x - y for x, y in zip(results, old, strict=True))
 
   def error(others: Sequence[NumpyArray]) -> float:
-    difference = _norm(x - y for x, y in zip(others, results, strict=True)) / norm
+    difference = norm_of(x - y for x, y in zip(others, results, strict=True)) / norm
     return difference if math.isfinite(difference) else math.inf
 
   # Without low precision nothing is divided, and a result may be zero.
@@ -554,9 +554,26 @@ class _Finite(_Recorded):
     return outs
 
 
-def _norm(arrays: Any) -> float:
+def norm_of(arrays: Iterable[NumpyArray]) -> float:
+  """Returns the norm of all elements of some arrays together."""
+  # Squares of float16 errors would underflow, and squares of gradients overflow. NumPy's complex128
+  # holds those of all float32 numbers.
   with np.errstate(over="ignore", invalid="ignore"):
     return math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in arrays))
+
+
+def relative_error(pairs: Iterable[tuple[Array | NumpyArray, Array | NumpyArray]]) -> float:
+  """Returns the norm of the differences over that of the exact arrays, which come first.
+
+  It is inf if a difference is not finite, and NaN if all exact arrays are zero.
+  """
+  wide = [(np.asarray(exact, complex), np.asarray(x, complex)) for exact, x in pairs]
+  with np.errstate(invalid="ignore"):
+    difference = norm_of(x - exact for exact, x in wide)
+  total = norm_of(exact for exact, _ in wide)
+  if not math.isfinite(difference):
+    return math.inf
+  return difference / total if total else math.nan
 
 
 def _measured(

@@ -1,10 +1,9 @@
-"""The formats of matmuls, their shares of the FLOPs, and the cost of a choice of formats."""
+"""The formats of matmuls, and their shares of the FLOPs."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from mpjax._core.types import HALF_NAMES, DType
-from mpjax._debug.tune_report import Evaluation, compute_dtype_of, format_of_policy
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import EMULATED, RECIPE
 from mpjax._policy.policy import EXACT_FLOAT32, Policy
@@ -14,52 +13,6 @@ FLOAT32_POLICY = Policy.parse(EXACT_FLOAT32)
 
 WIDE_FORMATS = ("float32", "float64")
 """The formats that are not low precision."""
-
-
-def cost_of(
-  policies: Sequence[Policy], flops: Mapping[str, int], choice: Evaluation
-) -> tuple[float, ...]:
-  """Returns how far a choice is from the preferred format.
-
-  The measured shares decide, that of float32 before the others. Choices with equal shares are
-  compared by the modules that they upgrade.
-  """
-  # Float32 is the last resort, so its share decides first.
-  wide = sum(choice.shares.get(name, 0.0) for name in WIDE_FORMATS)
-  levels = _levels_by_format(policies)
-  # The later a format in the list of policies, the more it costs.
-  below = sum(choice.shares.get(name, 0.0) * level for name, level in levels.items())
-  shares = round(wide, 9), round(below, 9)  # Equal shares may differ in their last bits.
-  return (*shares, *_cost_of_upgrades(policies, flops, choice))
-
-
-def _levels_by_format(policies: Sequence[Policy]) -> dict[str, int]:
-  """Returns the position of the first policy with a format.
-
-  A dtype that is computed in beside a recipe is no nearer than the first policy without a recipe.
-  """
-  levels = dict[str, int]()
-  for level, policy in enumerate(policies):
-    # Several policies may have one format. The most preferred one counts.
-    levels.setdefault(format_of_policy(policy), level)
-  plain = (level for level, policy in enumerate(policies) if policy.matmul is None)
-  beside = next(plain, len(policies) - 1)
-  for policy in policies:
-    levels.setdefault(compute_dtype_of(policy), beside)
-  return levels
-
-
-def _cost_of_upgrades(
-  policies: Sequence[Policy], flops: Mapping[str, int], choice: Evaluation
-) -> tuple[int, int]:
-  """Returns the number of upgraded modules, and their FLOPs, once for each step of an upgrade."""
-  levels = dict.fromkeys(flops, policies.index(choice.policy))
-  levels |= {path: policies.index(each) for path, each in choice.others.items()}
-  # The entire function in float32 is every module in float32.
-  wide = flops if choice.float32 == ("**",) else choice.float32
-  levels |= dict.fromkeys(wide, len(policies))
-  upgraded = len(choice.float32) + len(choice.others)
-  return upgraded, sum(flops[path] * level for path, level in levels.items())
 
 
 def flops_by_format(graph: Graph) -> dict[str, collections.Counter[str]]:

@@ -4,12 +4,12 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpjax._debug.report import WIDTH, Report, Section, amount, percent
+from mpjax._debug.report import MOST, WIDTH, Report, Section, amount, percent
 from mpjax._matmul.recipes import recipe_of
 from mpjax._policy.policy import Policy, shortest_text
 from mpjax._policy.rules import Rule
@@ -19,50 +19,51 @@ class Evaluation(NamedTuple):
   """A choice of formats that was measured.
 
   Fields:
-    float32: the paths of the modules in float32.
-    rules: the rules for modules in another format than the format of `policy`.
+    policy: the policy of everything without a rule. It is the first that was passed, if a module
+      has that.
+    rules: the rules for modules in another format than that of `policy`.
     error: the relative error of the gradient; inf where it is not finite.
+    predicted: the error as predicted from the roundings.
+    by_decisions: the part of it that comes from comparisons and indices that differ.
+    headroom: how many times the float16 values may grow before one overflows; 0 if one did, and inf
+      without such values.
     half_share: the share of the FLOPs of matmuls in low precision, forward and backward.
-    policy: the policy of everything else. It is the first that was passed, if a module has that.
-    headroom: how many times the float16 values may grow before one overflows; 0 if one did, and
-      inf without such values.
-    others: by path, the policies of the modules that have another one, and not float32.
     shares: by format, the shares of the FLOPs of matmuls.
     formats: by path, the formats in which the matmuls of the module ran.
+    upgrades: by path, the policies of the modules that do not have the first policy.
+    contributions: by path, the error that the roundings of the module cause.
+    headrooms: by path, the headroom of its float16 values.
+    noise: the relative difference of two computations of the gradient in float32.
   """
 
-  float32: tuple[str, ...]
+  policy: Policy
   rules: tuple[Rule, ...]
   error: float
-  half_share: float
-  policy: Policy
+  predicted: float
+  by_decisions: float
   headroom: float
-  others: Mapping[str, Policy]
+  half_share: float
   shares: Mapping[str, float]
   formats: Mapping[str, Sequence[str]]
+  upgrades: Mapping[str, Policy]
+  contributions: Mapping[str, float]
+  headrooms: Mapping[str, float]
+  noise: float
 
 
 class ModuleReport(NamedTuple):
   """A module.
 
   Fields:
-    path: the path of the module, its named scopes, or the path of its parameters.
-    forward: the relative error, under the first policy without rules, of the worst of its own
-      matmuls and sums; NaN if it has none.
-    gradient: the relative error of the gradients of its parameters, and of those inside; NaN if
-      there are none.
+    path: the path that a rule for the module matches; "" for the code around all modules.
+    error: the error of the gradient that its roundings cause under the first policy.
     flops_share: its share of the FLOPs of matmuls.
-    is_stream: whether it is a residual stream: it has no matmuls, and adds a value to the result
-      that modules inside compute from it.
-    headroom: how many times its low-precision values may grow before they overflow float16; NaN if
-      there are none.
+    headroom: how many times its float16 values may grow before they overflow; NaN if it has none.
   """
 
   path: str
-  forward: float
-  gradient: float
+  error: float
   flops_share: float
-  is_stream: bool = False
   headroom: float = math.nan
 
 
@@ -79,10 +80,10 @@ class TuneReport(Report):
     error: measured under them.
     headroom: measured under them, see `Evaluation`.
     half_share: from 0 to 1.
-    float32: the paths of the modules in float32.
-    others: the policies of the modules that have another one, by path.
     shares: the shares of the FLOPs of matmuls, by format.
     formats: the formats in which the matmuls of a module ran under `rules`, by its path.
+    upgrades: the policies of the modules that do not have the first one, by path.
+    plain: the first policy for all modules.
     evaluations: all choices that were measured, in order.
     bound: the largest number of measurements.
     loss_scale: the loss scale with which float16 was measured; 1 without float16.
@@ -93,7 +94,7 @@ class TuneReport(Report):
   >>> import jax.numpy as jnp, mpjax
   >>> tune = mpjax.tune(lambda w, x: jnp.mean((x @ w) ** 2), tolerance=0.1)
   >>> report = tune(jnp.eye(8), jnp.ones((2, 8)))
-  tune: 1 modules, at most 16 measurements
+  tune: 1 modules, at most 7 measurements
   >>> report.rules, report.error, report.half_share
   ((), 0.0, 1.0)
   """
@@ -106,10 +107,10 @@ class TuneReport(Report):
   error: float
   headroom: float
   half_share: float
-  float32: tuple[str, ...]
-  others: Mapping[str, Policy]
   shares: Mapping[str, float]
   formats: Mapping[str, Sequence[str]]
+  upgrades: Mapping[str, Policy]
+  plain: Evaluation
   evaluations: tuple[Evaluation, ...]
   bound: int
   loss_scale: float
@@ -121,9 +122,9 @@ class TuneReport(Report):
     return [self._errors(), Section("Rules", self._how_to_use()), self._choices()]
 
   @property
-  def _may_overflow(self) -> bool:
-    """Whether a policy computes in float16; the other formats have the range of float32."""
-    return any(each.compute_dtype == np.float16 for each in self.policies)
+  def float32(self) -> tuple[str, ...]:
+    """The paths of the modules in float32."""
+    return tuple(path for path, each in self.upgrades.items() if each not in self.policies)
 
   def _errors(self) -> Section:
     """Returns the table of modules."""
@@ -133,45 +134,44 @@ class TuneReport(Report):
     share = f"{percent(self.shares.get(first, 0.0))} of the FLOPs of matmuls run in {first}"
     share += "".join(f", {percent(self.shares[name])} in {name}" for name in others)
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
-    lines = [f"{share}; the relative error of the gradient is {errors}."]
+    lines = [f"{share}; the relative error of the gradient is {errors}.", *self._tradeoff()]
     # Without float16 values the headroom is inf.
     if math.isfinite(self.headroom):
       asked = f"with {_times(self.required_headroom)} asked for"
       lines.append(f"Float16 values may grow {_times(self.headroom)} times, {asked}.")
-    lines.append(
-      "forward: its worst matmul or sum. gradient: of its parameters, modules inside included."
-    )
-    if self._may_overflow:
-      lines.append("headroom: of its low-precision values, were they in float16.")
-    columns = ("module", "forward", "gradient", "headroom", "FLOPs", "in")
-    shown = (each for each in self.modules if self._is_shown(each))
-    rows = tuple(map(self._row, shown))
-    title = f"Error of each module in {self._name_of(self.policies[0])} against float32"
-    return Section(title, tuple(lines), columns, rows)
+    columns = ("module", "error", "headroom", "FLOPs", "in")
+    ranked = sorted(self.modules, key=lambda module: -module.error)
+    title = f"Error that each module causes in {self._name_of(self.policies[0])}"
+    return Section(title, tuple(lines), columns, tuple(map(self._row, ranked)), MOST)
 
-  def _is_shown(self, module: ModuleReport) -> bool:
-    # NaN compares as false, so modules without any error are left out.
-    has_error = module.forward > 0 or module.gradient > 0
-    return has_error or (self._may_overflow and module.headroom < self.required_headroom)
+  def _tradeoff(self) -> list[str]:
+    """Returns what the rules buy, and which tolerances make sense."""
+    plain, noise = self.plain.error, self.plain.noise
+    name = self._name_of(self.policies[0])
+    lines = [f"Without rules, {name} has an error of {_text(plain)}. Float32 has {noise:.1g}."]
+    if self.upgrades and math.isfinite(plain) and self.plain.headroom >= self.required_headroom:
+      moved = percent(max(self.plain.half_share - self.half_share, 0.0))
+      bought = f"take the error from {_text(plain)} to {_text(self.error)}"
+      lines.append(f"The rules {bought}, and move {moved} of the FLOPs to float32.")
+      lines.append(f"With tolerance={_above(plain)} or more there would be no rules.")
+    return lines
 
   def _row(self, module: ModuleReport) -> tuple[str, ...]:
     """Returns the cells of a module."""
-    stream = " (residual stream)" if module.is_stream else ""
-    # NaN means that the module has no such value.
-    errors = ("-" if math.isnan(x) else f"{x:.2g}" for x in (module.forward, module.gradient))
-    headroom = _times(module.headroom) if self._may_overflow else ""
-    name = (module.path or "(no scope)") + stream
-    return (name, *errors, headroom, percent(module.flops_share), self._format_of_module(module))
-
-  def _format_of_module(self, module: ModuleReport) -> str:
-    """Returns the formats in which the matmuls of a module ran; of one without, its upgrade."""
-    # `formats` has the modules with matmuls. Others may still be upgraded for their headroom.
+    # A column without text is not printed.
+    headroom = "" if self._has_no_float16 else _times(module.headroom)
+    upgrade = self.upgrades.get(module.path)
     if module.path in self.formats:
-      return " ".join(self.formats[module.path])
-    if module.path in self.float32:
-      return "float32"
-    policy = self.others.get(module.path)
-    return "" if policy is None else format_of_policy(policy)
+      ran = " ".join(self.formats[module.path])
+    else:
+      ran = "" if upgrade is None else format_of_policy(upgrade)
+    name = module.path or "(root)"
+    return (name, f"{module.error:.2g}", headroom, percent(module.flops_share), ran)
+
+  @property
+  def _has_no_float16(self) -> bool:
+    """Whether no policy computes in float16; the other formats have the range of float32."""
+    return all(each.compute_dtype != np.float16 for each in self.policies)
 
   def _how_to_use(self) -> tuple[str, ...]:
     """Returns how the rules were measured, and the rules as Python code."""
@@ -210,54 +210,25 @@ class TuneReport(Report):
     # If the first choice is good, the first section says everything.
     if len(self.evaluations) == 1:
       return Section()
-    is_one = len(self.policies) == 1
-    shares = (name for each in self.evaluations for name in each.shares)
-    # Formats of policies come first, in the order of preference.
-    names = [*dict.fromkeys((*map(format_of_policy, self.policies), *shares))]
+    names = list(dict.fromkeys(name for each in self.evaluations for name in each.shares))
+    columns = (*names, "predicted", "error", "headroom", "", "upgraded")
+    rows = tuple(self._choice(each, names) for each in self.evaluations)
+    return Section("Choices that were measured, by share of the FLOPs", (), columns, rows)
 
-    def rank(choice: Evaluation) -> tuple[float, ...]:
-      # The table begins with the choices that have least of the preferred format.
-      return (*(choice.shares.get(name, 0.0) for name in names), -choice.error)
-
-    ranked = sorted(self.evaluations, key=rank)
-    # One policy has one share in low precision. Several have a column for each format.
-    columns = ("share",) if is_one else tuple(names)
-    columns += ("error", "headroom", "", "in float32" if is_one else "upgraded")
-    rows = tuple(self._choice(each, names) for each in ranked)
-    return Section("Error of the gradient by share in low precision", (), columns, rows)
-
-  def _choice(self, choice: Evaluation, names: Iterable[str]) -> tuple[str, ...]:
+  def _choice(self, choice: Evaluation, names: Sequence[str]) -> tuple[str, ...]:
     """Returns the cells of a choice; `names` are the formats that have a column."""
-    # A column without text is not printed.
-    headroom = _times(choice.headroom) if self._may_overflow else ""
-    about = (_text(choice.error), headroom, self._verdict(choice), self._upgrades(choice))
-    if len(self.policies) == 1:
-      return (percent(choice.half_share), *about)
-    return (*(percent(choice.shares.get(name, 0.0)) for name in names), *about)
-
-  def _upgrades(self, choice: Evaluation) -> str:
-    """Returns the upgrades of a choice, or its difference from the best if they are too many."""
-    own, best = self._formats_of_upgrades(choice), self._formats_of_upgrades(self)
-    # A long list of paths is cut, and would look the same for similar choices. The difference is
-    # shorter.
-    if len(own) > _LISTED and own != best and choice.policy == self.policy:
-      usual = self._name_of(choice.policy)
-      paths = (path for path in (*own, *best) if own.get(path) != best.get(path))
-      changed = {path: own.get(path, usual) for path in paths}
-      return f"as chosen, but {_by_format(changed)}"
-    if len(self.policies) == 1:
-      return _some_paths(choice.float32)
-    texts = [_by_format(own)] if own else []
-    # The base policy of the choice applies to all modules that are not listed.
-    if choice.policy != self.policies[0]:
-      texts.append(f"{self._name_of(choice.policy)}: all{' others' if texts else ''}")
-    return "; ".join(texts) or "nothing"
-
-  def _formats_of_upgrades(self, choice: "Evaluation | TuneReport") -> dict[str, str]:
-    """Returns the formats of the modules with another format than the policy, by path."""
-    # `float32` and `others` together are the modules with a rule.
-    others = {path: self._name_of(policy) for path, policy in choice.others.items()}
-    return others | dict.fromkeys(choice.float32, "float32")
+    shares = (percent(choice.shares.get(name, 0.0)) for name in names)
+    headroom = "" if self._has_no_float16 else _times(choice.headroom)
+    is_best = (choice.policy, choice.upgrades) == (self.policy, self.upgrades)
+    is_good = choice.error <= self.tolerance and choice.headroom >= self.required_headroom
+    verdict = "chosen" if is_best else "good" if is_good else ""
+    paths = collections.defaultdict[str, list[str]](list)
+    for path, policy in choice.upgrades.items():
+      name = self._name_of(policy) if policy in self.policies else "float32"
+      paths[name].append(path)
+    upgraded = "; ".join(f"{name}: {_some_paths(of)}" for name, of in paths.items())
+    errors = _text(choice.predicted), _text(choice.error)
+    return (*shares, *errors, headroom, verdict, upgraded or "nothing")
 
   def _name_of(self, policy: Policy) -> str:
     """Returns the format of a policy, or its text if another policy has the same format."""
@@ -266,34 +237,20 @@ class TuneReport(Report):
     is_one = [*map(format_of_policy, self.policies)].count(name) == 1
     return name if is_one else shortest_text(policy)
 
-  def _verdict(self, choice: Evaluation) -> str:
-    # The report holds the fields of the best choice, not the choice itself.
-    is_best = (choice.policy, choice.float32, choice.others) == (
-      self.policy,
-      self.float32,
-      self.others,
-    )
-    if is_best:
-      return "chosen"
-    is_good = choice.error <= self.tolerance and choice.headroom >= self.required_headroom
-    return "good" if is_good else ""
+
+def _above(error: float) -> str:
+  """Returns a number of two digits that is not below an error."""
+  digit = 10.0 ** (math.floor(math.log10(error)) - 1) if error > 0 else 1.0
+  return f"{math.ceil(error / digit) * digit:.2g}"
 
 
 _LISTED = 3
 """The number of paths that a cell lists."""
 
 
-def _by_format(formats: Mapping[str, str]) -> str:
-  """Returns the first paths of each format."""
-  paths = collections.defaultdict[str, list[str]](list)
-  for path, name in formats.items():
-    paths[name].append(path)
-  return "; ".join(f"{name}: {_some_paths(of_format)}" for name, of_format in paths.items())
-
-
 def _some_paths(paths: Sequence[str]) -> str:
   """Returns the first paths, and how many more there are."""
-  first = ", ".join(path or "(no scope)" for path in paths[:_LISTED]) or "nothing"
+  first = ", ".join(path or "(root)" for path in paths[:_LISTED]) or "nothing"
   more = len(paths) - _LISTED
   return f"{first} and {more} more" if more > 0 else first
 

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax._debug.selectors import rule_paths_of
-from mpjax._debug.tune_modules import modules_of
 from mpjax._debug.tune_rules import rules_for
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
@@ -51,7 +50,8 @@ def test_rules_for_methods_select_the_same_in_linen_and_in_autocast():
   variables = jax.eval_shape(Net().init, jax.random.key(0), x)
   body = body_of(jax.make_jaxpr(jax.grad(lambda v: jnp.sum(Net().apply(v, x))))(variables))
   chosen = ["Net/emb", "Net/enc", "Net/rnn/LSTMCell_0/hi"]
-  formats = {path: WIDE if path in chosen else HALF for path in modules_of(body)}
+  paths = dict.fromkeys(step.location.path for step in body.every_step() if not step.bodies)
+  formats = {path: WIDE if path in chosen else HALF for path in paths}
   rules = rules_for(formats, rule_paths_of(Graph(body)), HALF)
   for apply in (
     mpjax.with_policy(Net(), HALF, rules=rules, unmatched="raise").apply,
