@@ -366,8 +366,10 @@ class _Finder:
     (read,), (out,) = step.reads, step.outs
     casts = step.eqn.primitive is convert_element_type_p
     root = self._uncast.get(read, read)
-    # A cast and a cast back may round, so their result is a value of its own.
-    if casts and self.avals[out].dtype != self.avals[root].dtype:
+    # A cast and a cast back may round, so their result is a value of its own. So is the cast of a
+    # mask or of integers, which have no gradient.
+    of = self.avals[root].dtype
+    if casts and self.avals[out].dtype != of and jnp.issubdtype(of, jnp.inexact):
       self._uncast[out] = root
     if read in self.origins:
       origin = self.origins[read]

@@ -80,6 +80,29 @@ def test_the_iteration_that_rounds_is_found(arguments, remat, reverse):
   assert all(row.gradient > 1e-5 for row in rows)
 
 
+@pytest.mark.parametrize(
+  "mask",
+  [
+    lambda h: jax.nn.one_hot(jnp.arange(len(h)) % WIDTH, WIDTH),
+    lambda h: (h > 0).astype(h.dtype),
+    lambda h: jnp.argsort(h).astype(h.dtype),
+  ],
+  ids=["one_hot", "comparison", "integers"],
+)
+def test_casts_of_masks_and_integers_leave_a_loss_its_gradients(arguments, mask):
+  ws, x = arguments
+
+  def loss_fn(w):
+    h = x @ w
+    m = mask(h)
+    return jnp.mean(m * h)
+
+  run = run_of(loss_fn, ws[0])
+  assert run.note == ""
+  (gradient,) = run.gradients
+  np.testing.assert_allclose(run.arrays[gradient.key], jax.grad(loss_fn)(ws[0]), rtol=1e-5)
+
+
 def test_large_arrays_are_sampled(monkeypatch):
   wide = jax.random.normal(jax.random.key(2), (LAYERS, 64, 64)) / 8
   x = jax.random.normal(jax.random.key(3), (32, 64))
