@@ -30,7 +30,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from mpjax._core.errors import MpjaxTypeError
+from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import remembered_off_mesh
 from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, placed_like
@@ -267,11 +267,32 @@ class RecipeMatmul(Matmul):
 
   def quantised(self, x: Array, layout: Layout, role: OperandRole, product: Product) -> Scaled:
     """Returns an operand in the format, as a stack of matrices if the format has blocks."""
-    block = self.recipe.block
-    if block is None:
-      return Scaled(*self.recipe.quantise(x, Operand(layout.summed, role, product)))
-    matrices = stacked(x, layout, block)
-    return Scaled(*self.recipe.quantise(matrices, Operand((2,), role, product)))
+    block, summed = self.recipe.block, layout.summed
+    if block is not None:
+      x, summed = stacked(x, layout, block), (2,)
+    scaled = self.recipe.quantise(x, Operand(summed, role, product))
+    # A user may have written the recipe. JAX would fail later, without the name of the method.
+    if not isinstance(scaled, tuple) or getattr(scaled[0], "shape", None) != x.shape:
+      raise MpjaxTypeError(
+        f"quantise(x, operand) of the recipe {self.recipe.name!r}",
+        expected=f"a tuple of values with the shape {x.shape} of x, and their scale",
+        got=kind_of(scaled[0] if isinstance(scaled, tuple) else scaled),
+        fix="Return values, scale: the elements of x divided by their scale, in place.",
+      )
+    return Scaled(*scaled)
+
+  def product(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
+    """Returns the matmul of two operands in the format, in a dtype that the recipe casts to."""
+    result = self.recipe.dot(multiply, left, right, dtype)
+    if getattr(result, "dtype", None) != dtype:
+      raise MpjaxTypeError(
+        f"dot(multiply, left, right, dtype) of the recipe {self.recipe.name!r}",
+        expected=f"a result in {dtype}, the dtype that dot was given",
+        got=kind_of(result),
+        fix="Cast the result, since multiply returns float32: "
+        "multiply(left, right, dtype).astype(dtype).",
+      )
+    return result
 
   # A model has many layers of few shapes, and JAX traces a jitted function once for each shape. The
   # matmuls of 60 layers are traced in a third of the time. JAX inlines them in the jaxpr around.
@@ -293,7 +314,7 @@ class RecipeMatmul(Matmul):
       # The gradient of an operand is computed from the other one.
       kept = [self._kept(side, pair[1 - side], (right, left)[side], sizes) for side in moving]
       multiply = self.multiply(self.primitive, dict(self.params), layouts, pair, sizes)
-      return self.recipe.dot(multiply, left, right, self.half), kept
+      return self.product(multiply, left, right, self.half), kept
 
   def multiply(
     self,
@@ -434,7 +455,7 @@ def _multiplied(
       for i, x in enumerate(operands[:2])
     )
     call = matmul.multiply(eqn.primitive, eqn.params, layouts, types, operands[2:])
-    return matmul.recipe.dot(call, left, right, out)
+    return matmul.product(call, left, right, out)
 
   # The operand is not mapped in these `vmap`s, and the residual is.
   levels = ((False, True),) * sums

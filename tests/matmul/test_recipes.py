@@ -31,7 +31,7 @@ class Int8:
   block = None
 
   def __str__(self):
-    return f"{__name__}:INT8"
+    return f"{__name__}:{type(self).__name__.upper()}"
 
   def why_not(self, depth, columns):
     return "too short" if depth < 8 else None
@@ -190,6 +190,39 @@ def test_a_recipe_has_to_be_found_by_its_text():
   ):
     with refused(builtin, where, expected, repr(matmul), "matmul=" if matmul is other else "str("):
       mpjax.Policy(compute_dtype="bfloat16", matmul=matmul)
+
+
+class Uncast(Int8):
+  def dot(self, multiply, left, right, dtype):
+    return multiply(left, right, jnp.dtype("int32"))
+
+
+class Unscaled(Int8):
+  def quantise(self, x, operand):
+    return x.astype(jnp.int8)
+
+
+class Reshaped(Int8):
+  def quantise(self, x, operand):
+    return x.reshape(-1).astype(jnp.int8), None
+
+
+UNCAST, UNSCALED, RESHAPED = Uncast(), Unscaled(), Reshaped()
+
+
+@pytest.mark.parametrize(
+  ("recipe", "parts"),
+  [
+    (UNCAST, ("dot(", "bfloat16", "float32[4, 32]", "multiply(left, right, dtype).astype(dtype)")),
+    (UNSCALED, ("quantise(", "a tuple", "int8[4, 16]", "Return values, scale")),
+    (RESHAPED, ("quantise(", "(4, 16)", "int8[64]", "Return values, scale")),
+  ],
+)
+def test_what_a_recipe_returns_is_checked(recipe, parts):
+  policy = dataclasses.replace(POLICY, matmul=recipe)
+  layer = mpjax.autocast(lambda w, x: jnp.sum(x @ w), policy, data_argnums=1)
+  with refused(TypeError, *parts):
+    layer(normal(1, (16, 32)), normal(0, (4, 16)))
 
 
 # Matmuls of groups in float8.
