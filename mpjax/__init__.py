@@ -5,9 +5,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from mpjax import errors as errors
-from mpjax._core.errors import MpjaxError, nearest
+from mpjax._core.errors import MpjaxError
 from mpjax._policy.active import full_precision
 from mpjax._policy.formats import MXFP8, NVFP4, Float8, Int8
+from mpjax._policy.other_names import hint
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
 
@@ -112,8 +113,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
       # A name may have moved into a submodule, so look for the nearest there as well.
       homes = () if name.startswith("_") else ("errors", "reports", "states")
       inner = [f"{m}.{n}" for m in homes for n in importlib.import_module(f"mpjax.{m}").__all__]
-      near = ", ".join(nearest(name, [*__all__, *_MODULES, *inner]))
-      raise AttributeError(f"module 'mpjax' has no attribute {name!r}; the nearest are {near}")
+      meant = hint(name, [*__all__, *_MODULES, *inner])
+      raise AttributeError(f"module 'mpjax' has no attribute {name!r}; {meant}")
     module = f"mpjax.{name}" if name in _MODULES else _HOMES[name]
     with _ONE_AT_A_TIME:
       imported = importlib.import_module(module)

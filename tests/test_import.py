@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -49,15 +50,20 @@ def test_a_name_loads_what_it_needs():
     assert names.split() == sorted(loaded), line
 
 
-def test_an_unknown_name_has_an_error_with_the_nearest_ones():
-  for name, nearest in (
-    ("LossScalingState", "states.LossScalingState"),
-    ("AuditReport", "reports.AuditReport"),
-    ("master_params", "states.master_params"),
-    ("scale", ".*scaled"),
-  ):
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'; the nearest are {nearest}"):
-      getattr(mpjax, name)
+@pytest.mark.parametrize(
+  ("name", "hint"),
+  [
+    ("LossScalingState", "write mpjax.states.LossScalingState"),
+    ("AuditReport", "write mpjax.reports.AuditReport"),
+    ("policy", "write mpjax.Policy"),
+    ("find_nonfinit", "the nearest are find_nonfinite"),
+    ("GradScaler", "write mpjax.loss_scaling(optimizer)"),
+    ("mixed_bfloat16", 'write mpjax.with_policy(model, "mixed_bfloat16")'),
+  ],
+)
+def test_an_unknown_name_has_an_error_with_a_hint(name, hint):
+  with pytest.raises(AttributeError, match=re.escape(f"no attribute '{name}'; {hint}")):
+    getattr(mpjax, name)
 
 
 def test_type_checkers_and_python_import_the_same_names():

@@ -314,19 +314,19 @@ def _unknown_preset(policy: str, name: str, where: str, example: str | None) -> 
   return MpjaxValueError(where, expected=_EXPECTED, got=repr(policy), fix=fix)
 
 
-# Names of formats in other libraries.
-_FORMATS_OF_OTHERS = {"fp8": "float8", "fp4": "nvfp4"}
+_WORDS = {
+  **{"fp8": "float8", "e4m3": "float8", "e5m2": "float8", "e4m3fn": "float8", "fp4": "nvfp4"},
+  **{"tf32": "float32", "amp": "mixed", "o1": "mixed", "o2": "mixed", "true": ""},
+}
+"""Words of other libraries. "bf16-true" of Lightning means one dtype for all, a preset as well."""
 
 
 def _presets_like(name: str) -> list[str]:
   """Returns the presets that a name may mean, such as "bf16-mixed" of Lightning."""
-  pieces = re.split("([-_])", name.lower())
-  lower = "".join(_FORMATS_OF_OTHERS.get(piece, piece) for piece in pieces)
-  if name.startswith("16-"):  # "16-mixed" and "16-true" of Lightning are in float16.
-    lower = f"f{name}"
-  # "bf16-true" means one dtype for all, which is the preset with the plain name.
-  words = {NAMES.get(word, word) for word in re.split("[-_]", lower)} - {"true"}
-  presets = [preset for preset in _PRESETS if words <= {*preset.split("_")}]
+  lower = f"f{name}" if name.startswith("16-") else name.lower()  # "16-mixed" of Lightning.
+  words = {_WORDS.get(word, NAMES.get(word, word)) for word in re.split("[-_]", lower)} - {""}
+  presets = [preset for preset in _PRESETS if words and words <= {*preset.split("_")}]
+  # "mixed" alone says no dtype.
   if words == {"mixed"}:
     return presets
   return presets[:1] or nearest(lower, _PRESETS, least=0.5)

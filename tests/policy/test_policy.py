@@ -102,6 +102,7 @@ NEAR = {
   **{"bf16-true": "mean 'bfloat16'?", "16-true": "mean 'float16'?", "fp8": "mean 'mixed_float8'?"},
   **{"mixed_fp8": "'mixed_float8'", "fp4": "'mixed_nvfp4'?", "mxfp8": "'mixed_mxfp8'?"},
   **{"16-mixed": "mean 'mixed_float16'?", "bf16-mixed": "mean 'mixed_bfloat16'?", "16": "Write"},
+  **{"float8_e4m3fn": "mean 'mixed_float8'?", "O2": "mean 'mixed_bfloat16' or 'mixed_float16'"},
   **{"": 'Write "mixed_bfloat16"', "encoder/head": "Write"},
 }
 
