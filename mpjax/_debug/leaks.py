@@ -77,7 +77,8 @@ def find_leaks(graph: Graph, record: AuditRecord, parameters: Collection[str]) -
   on_purpose: list[Finding] = []
   leaks: list[Finding] = []
   of_lines: _LeaksOfLines = {}
-  for operation in graph.computing():
+  # A compiler drops the others, such as the forward pass in an `init` that returns parameters.
+  for operation in (each for each in graph.computing() if each.used):
     expected = expectations.of(operation)
     # Float32 is right here. A matmul is listed with the reason, because it costs the most.
     if expected.dtype is None:

@@ -202,6 +202,12 @@ class Normed(nn.Module):
     return nn.Dense(4)(x)
 
 
+def test_no_false_leak_in_a_function_that_initializes():
+  model = mpjax.linen.with_policy(Normed(), "mixed_bfloat16")
+  # The forward pass of `init` runs in float32, and nothing reads its results.
+  assert_no_leak(lambda key, x: model.apply(model.init(key, x), x), jax.random.key(0), X)
+
+
 def test_no_false_leak_in_norms_with_statistics_of_training():
   x = jnp.ones((16, 8))
   variables = filled(shapes(Normed(), x))
