@@ -104,7 +104,7 @@ class Pending(Generic[P, R]):
         if self._model_first:
           fn, operands = with_model_as_argument(fn, args)
         return self._report(fn, operands, kwargs, advance)
-      except TypeError as error:
+      except Exception as error:
         if not isinstance(error, MpjaxError):
           self._check_arguments(args, kwargs, error)
         raise
@@ -120,7 +120,7 @@ class Pending(Generic[P, R]):
   def _call(self) -> str:
     return f"mpjax.{self._tool}({self._name})"
 
-  def _check_arguments(self, args: Args, kwargs: Kwargs, error: TypeError) -> None:
+  def _check_arguments(self, args: Args, kwargs: Kwargs, error: Exception) -> None:
     """Raises MpjaxTypeError if the arguments of a call that raised `error` do not fit the function.
 
     They are compared after the call, since the signature of a decorated function may be another.
@@ -130,19 +130,25 @@ class Pending(Generic[P, R]):
       signature = inspect.signature(self._fn)
     except (TypeError, ValueError):
       return
+    needed = [*_needed(signature)]
     try:
       signature.bind(*args, **kwargs)
+      # A model such as `nnx.Sequential` takes `*args`, and fails inside without any.
+      reason = "no argument" if needed and not args and not kwargs else ""
     except TypeError as unfit:
-      needed = ", ".join(_needed(signature))
-      fix = f"Pass the arguments of {self._name} in the second call: {self._call}({needed})."
-      raise unfit_call(f"{self._call}(*args)", signature, kwargs, str(unfit), fix) from error
+      reason = str(unfit)
+    if reason:
+      fix = f"Pass the arguments of {self._name} in the second call: {self._call}"
+      fix += f"({', '.join(needed)})."
+      raise unfit_call(f"{self._call}(*args)", signature, kwargs, reason, fix) from error
 
 
 def _needed(signature: inspect.Signature) -> Iterator[str]:
   """Yields the arguments without a default, as a call passes them."""
   for parameter in signature.parameters.values():
-    is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    if parameter.default is parameter.empty and not is_variable:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+      yield f"*{parameter.name}"
+    elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
       is_keyword = parameter.kind is parameter.KEYWORD_ONLY
       yield f"{parameter.name}=..." if is_keyword else parameter.name
 

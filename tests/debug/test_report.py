@@ -83,7 +83,8 @@ def test_what_waits_for_arguments_says_so_where_it_is_printed():
     (_loss, (), "no argument: 'w'", "mpjax.audit(_loss)(w, x, scale=...)."),
     (jax.jit(_loss), (W,), "no argument: 'x'", "mpjax.audit(_loss)(w, x, scale=...)."),
     (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), (), "no argument: 'inputs'", "(Linear)(inputs)."),
-    (nn.Dense(4).apply, (), "no argument: 'variables'", "mpjax.audit(apply)(variables)."),
+    (nn.Dense(4).apply, (), "no argument: 'variables'", "mpjax.audit(apply)(variables, *args)."),
+    (nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))), (), "no argument", "Sequential)(*args)."),
   ],
 )
 def test_a_call_without_the_arguments_of_the_function_says_what_to_pass(fn, args, got, fix):
