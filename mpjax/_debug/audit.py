@@ -34,7 +34,7 @@ from mpjax._jaxpr.locations import NOT_IN, Direction
 from mpjax._jaxpr.reader import is_object, warn_not_entered
 from mpjax._policy.active import AUDIT, FULL_PRECISION, AuditRecord
 from mpjax._policy.policy import EXACT_FLOAT32
-from mpjax._policy.rules import Rule
+from mpjax._policy.rules import Rule, glob_of
 
 _TABLES = {
   "kernels": ("Kernels, which are not entered", "module, operation, dtype, estimate, line"),
@@ -148,7 +148,7 @@ class AuditReport(Report):
       expected="no float32 operation where low precision was asked for",
       got=f"{len(leaks)}: the costliest is {first.operation} in {first.path or 'the root'}, "
       f"float32 because {first.reason}",
-      fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{first.path!r}]).",
+      fix=f"{first.fix} If it is meant to be: assert_no_leaks(ignore=[{glob_of(first.path)!r}]).",
     )
 
   def sections(self) -> Sequence[Section]:

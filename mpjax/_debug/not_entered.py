@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mpjax._core.types import DType, is_low_precision
 from mpjax._debug.findings import Finding
-from mpjax._debug.suggested_changes import module_of, rule_of
+from mpjax._debug.suggested_changes import module_of
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.primitives import Holds
+from mpjax._policy.rules import Rule, glob_of
 
 UNKNOWN = "unknown"
 """The estimate of a kernel that has no `cost_estimate`."""
@@ -49,7 +50,7 @@ def _cure(operation: Operation, low: DType) -> str:
   cure = "Call it in the compute dtype, its parameters too: mpjax.low_precision(kernel)(...)."
   if path := module_of(operation):
     # The policy has no output dtype: a mixed one would return float32 into the modules around.
-    cure += f" Or run its module so: {rule_of(f'c={low}', path, rewrite=False)}"
+    cure += f" Or run its module so: {Rule(f'c={low}', path=glob_of(path), rewrite=False)}"
   return cure
 
 

@@ -1,12 +1,10 @@
 """The paths that rules match at the scopes of a program, and the rule that selects one of them."""
 
-import contextlib
-import re
 from collections.abc import Mapping
 
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
-from mpjax._policy.rules import Rule, with_enclosing
+from mpjax._policy.rules import glob_of, matches_glob, with_enclosing
 
 
 def rule_paths_of(graph: Graph) -> dict[str, str]:
@@ -24,19 +22,13 @@ def rule_paths_of(graph: Graph) -> dict[str, str]:
   }
 
 
-def selector(path: str, rule_paths: Mapping[str, str]) -> str | re.Pattern[str]:
-  """Returns a glob, or else a pattern, that matches a path and its scopes, and no other scope."""
-  # The rule must match each scope of the module, and no other scope.
-  own = {path, *(scope for scope, rule_path in rule_paths.items() if rule_path == path)}
-  every = with_enclosing([*rule_paths, *rule_paths.values()]) | own
-  names = path.split("/")
-  scopes = "|".join(map(re.escape, sorted(own - {""})))
-  # The shortest glob is easiest to read: try the last name first, then longer tails.
-  globs = (f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names) if path else 0)))
-  for glob in (*globs, path):
-    with contextlib.suppress(ValueError):  # A name with brackets is not the glob it looks like.
-      rule = Rule("float32", path=glob)
-      if {scope for scope in every if rule.matches(None, scope)} == own:
-        return glob
-  # A regular expression states the scopes exactly. The root of a model has an empty path.
-  return re.compile(f"({scopes})?" if "" in own else scopes)
+def selector(path: str, rule_paths: Mapping[str, str]) -> str:
+  """Returns the shortest glob that matches the path of a module, and no other one."""
+  every = with_enclosing(rule_paths.values()) | {path}
+  names = path.split("/") if path else []
+  # The last name is easiest to read. Then try longer tails.
+  tails = (f"**/{glob_of('/'.join(names[i:]))}" for i in reversed(range(len(names))))
+  for glob in tails:
+    if [each for each in every if matches_glob(glob, each)] == [path]:
+      return glob
+  return glob_of(path)

@@ -1,21 +1,18 @@
 """Write changes of the user's code: float32 for an operation, or low precision for a matmul."""
 
 import ast
-import contextlib
 import linecache
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 from mpjax._autocast.scopes import LAYER_ENDS
-from mpjax._core.errors import MpjaxValueError
 from mpjax._debug.paths import is_within
 from mpjax._jaxpr.compat import frames_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
 from mpjax._jaxpr.steps import Step
 from mpjax._policy.policy import EXACT_FLOAT32
-from mpjax._policy.rules import Rule
+from mpjax._policy.rules import Rule, glob_of
 
 _LAYERS = ("/flax/linen/", "/flax/nnx/")
 """Files of layers. Their operations have no line of the user, so the cure is a rule."""
@@ -54,7 +51,7 @@ def cure_of(step: Step) -> Cure:
   path, source = module_of(step), step.location.source
   if path is not None and (source is None or _is_in_layer(step)):
     return Cure(
-      repr(rule_of(EXACT_FLOAT32, path or "**")),
+      repr(Rule(EXACT_FLOAT32, path=glob_of(path) or "**")),
       lambda other: (inner := module_of(other)) is not None and is_within(inner, path),
     )
   code = wrapped_in_full_precision(source)
@@ -102,20 +99,6 @@ def low_cure(operation: Operation, dtype: str) -> str:
     if _cast_operand(node, dtype):
       return "; ".join(map(ast.unparse, statements))
   return f"x.astype(jnp.{dtype})"
-
-
-def rule_of(policy: str, path: str, *, rewrite: bool = True) -> Rule:
-  r"""Returns a rule for the module of a path, or for the modules that a glob matches.
-
-  >>> rule_of("float32", "decoder/layer(1)")
-  mpjax.Rule("float32", path=re.compile("decoder/layer\\(1\\)"))
-  """
-  with contextlib.suppress(MpjaxValueError):  # A name with brackets is not the glob it looks like.
-    # A path is a glob in a rule. Check that it matches itself, and escape it otherwise.
-    rule = Rule(policy, path=path, rewrite=rewrite)
-    if rule.matches(None, path):
-      return rule
-  return Rule(policy, path=re.compile(re.escape(path)), rewrite=rewrite)
 
 
 def _cast_operand(node: ast.AST, dtype: str) -> bool:

@@ -199,7 +199,9 @@ def check_glob(glob: str, where: str, otherwise: str = "") -> None:
   """
   # The root has the path "", so an empty glob is valid.
   has_empty_level = bool(glob) and "" in glob.split("/")
-  if has_empty_level or glob.count("[") != glob.count("]") or set(glob) & _NOT_IN_GLOBS:
+  # A character in brackets stands for itself, as in "layer[(]1[)]".
+  outside = re.sub(r"\[[^/][^]/]*\]", "", glob)
+  if has_empty_level or set(outside) & (_NOT_IN_GLOBS | {*"[]"}):
     raise MpjaxValueError(
       where,
       expected="a glob of module names joined by single slashes, such as 'encoder/*/attention'",
@@ -207,6 +209,16 @@ def check_glob(glob: str, where: str, otherwise: str = "") -> None:
       fix="Remove leading, trailing and double slashes, dots and signs of a regular expression. "
       f"Close brackets. {otherwise}".rstrip(),
     )
+
+
+def glob_of(path: str) -> str:
+  """Returns the glob that matches a module path alone.
+
+  >>> glob_of("decoder/layer(1)")
+  'decoder/layer[(]1[)]'
+  """
+  special = _NOT_IN_GLOBS | {*"[]*?"}
+  return "".join(f"[{x}]" if x in special else x for x in path)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 import mpjax
 from mpjax._debug.findings import summed_over_layers
 from mpjax._debug.report import MOST, Report, Section
-from mpjax._debug.suggested_changes import rule_of
 from mpjax._debug.tables import WIDTH, broken_rule
+from mpjax._policy.rules import glob_of
 
 LAYERS = 2
 MODEL = ("bert_model_for_pretraining", "encoder", "layer")
@@ -244,7 +244,7 @@ def test_reasons_of_a_wide_table_are_lines_above_their_rows():
     mpjax.Rule("c=bf16", path=f"{'without_a_slash' * 10}, and words", rewrite=False),
     mpjax.Rule(None, path=re.compile("|".join(map(re.escape, ["a.b\n", "c\\d\"'"] * 20)), re.I)),
     mpjax.Rule(mpjax.Policy(precision="highest"), module=(nn.LayerNorm, nn.Dense, nn.Conv)),
-    rule_of("float32", "a_name(with)[brackets]/" * 6 + "b"),
+    mpjax.Rule("float32", path=glob_of("a_name(with)[brackets]/" * 6 + "b")),
   ],
 )
 def test_a_rule_that_is_too_long_for_a_line_is_the_same_rule_on_several(rule, width):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._policy.rules import ModuleRecord, first_match, parse_config, parse_rules
+from mpjax._policy.rules import ModuleRecord, first_match, glob_of, parse_config, parse_rules
 from tests.errors import check_error, refused
 
 Rule = mpjax.Rule
@@ -49,6 +49,9 @@ GLOBS = [
   ("block_?", ["block_1"], ["block_12"]),
   ("block_[02]", ["block_2"], ["block_1"]),
   ("block_[!02]", ["block_1"], ["block_2"]),
+  # characters in brackets stand for themselves
+  ("layer[(]1[)]", ["layer(1)"], ["layer1"]),
+  ("[[]x[]]/[.*]", ["[x]/.", "[x]/*"], ["x/.", "[x]/a"]),
   # any number of levels
   ("**", ["", "a/b/c"], []),
   ("**/head", ["head", "a/b/head"], ["a/head/b", "a/overhead"]),
@@ -72,6 +75,15 @@ def test_globs_and_regular_expressions_match_in_full():
   for path, yes, no in [*GLOBS, *patterns]:
     found = [matches(path, name) for name in yes + no]
     assert found == [True] * len(yes) + [False] * len(no), path
+
+
+@pytest.mark.parametrize("path", ["", "a/b", "a(1)", "x[y]", "[]", "a*?", "!", "p.q", "^|{$}+\\"])
+def test_a_glob_of_a_path_matches_it_alone(path):
+  glob = glob_of(path)
+  assert Rule("float32", path=glob).path == glob
+  assert matches(glob, path)
+  others = {"a", "x", "y", "xy", "a1", "ab", "(", "pq", f"{path}/a", f"a{path}"} - {path}
+  assert not any(matches(glob, other) for other in others)
 
 
 def test_classes():
@@ -197,7 +209,7 @@ def test_selectors_that_select_nothing():
     with refused(ValueError, "mpjax.Rule(...)", expected, got, "one rule for each selector"):
       Rule("float32", **selectors)
   expected = "a glob of module names joined by single slashes"
-  globs = ["encoder/", "/encoder", "a//b", "/", "blocks[0", "block0]"]
+  globs = ["encoder/", "/encoder", "a//b", "/", "blocks[0", "block0]", "[a/b]", "a[]"]
   for path in globs + [f"a{sign}" for sign in r".\()|+^${}"]:
     where, fix = "mpjax.Rule(path=...)", "pass re.compile(...)"
     with refused(ValueError, where, expected, repr(path), fix):
