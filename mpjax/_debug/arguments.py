@@ -8,7 +8,7 @@ its module: a matmul with `params["mlp"]["up"]` is in "mlp/up", and an operation
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from mpjax._debug.paths import shared_names
 from mpjax._jaxpr.compat import with_equations, within_scopes
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import Source
-from mpjax._jaxpr.reader import Program, inner_jaxprs, opened, with_inner
+from mpjax._jaxpr.reader import inner_jaxprs, opened, with_inner
 from mpjax._jaxpr.steps import Key
 from mpjax._policy.active import AUDIT, AuditRecord
 
@@ -272,8 +272,24 @@ def _method_of_model(fn: Function) -> tuple[Function, Args]:
   return fn, ()
 
 
-def with_parameter_scopes(fn: Function) -> Function:
-  """Returns a function whose operations without a named scope get the scope of a module."""
+Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Argument], Sequence[Array]], Sequence[Array]]
+"""Returns the results of a program for some arrays, given a description of its arguments."""
+
+
+def as_written(
+  program: ClosedJaxpr, arguments: Sequence[Argument], arrays: Sequence[Array]
+) -> Sequence[Array]:
+  """Returns the results of a program."""
+  return eval_jaxpr(program.jaxpr, program.consts, *arrays)
+
+
+def with_parameter_scopes(fn: Function, evaluate: Evaluate = as_written) -> Function:
+  """Returns a function whose operations without a named scope get the scope of a module.
+
+  Args:
+    fn: the function.
+    evaluate: runs its program, with these scopes.
+  """
 
   def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
     # The function is traced once, and the jaxpr with scopes runs instead of the function. The parts
@@ -282,9 +298,10 @@ def with_parameter_scopes(fn: Function) -> Function:
     closed, _ = call.traced(fn)
     # Only the first argument holds parameters. The optimizer state repeats their paths, and would
     # name modules too.
-    owners = [one.module if one.is_first else () for one in call.arguments(fn)]
-    jaxpr = opened(_scoped(closed, name_by_parameters(Graph(closed), owners)))
-    results = iter(eval_jaxpr(jaxpr, closed.consts, *call.arrays))
+    arguments = call.arguments(fn)
+    owners = [one.module if one.is_first else () for one in arguments]
+    named = with_scopes(closed, name_by_parameters(Graph(closed), owners))
+    results = iter(evaluate(named, arguments, call.arrays))
     leaves = [next(results) if x is jax.Array else x for x in call.returned.leaves]
     return call.returned.structure.unflatten(leaves)
 
@@ -432,14 +449,17 @@ def _sizes(value: Value) -> tuple[int, ...]:
   return tuple(sorted(value.aval.shape))
 
 
-def _scoped(program: Program, modules: Mapping[Key, Path], at: Key = ()) -> Program:
+def with_scopes(program: Any, modules: Mapping[Key, Path], at: Key = ()) -> Any:
+  """Returns a jaxpr whose equations at some positions have further scopes around their own."""
   # The key is the position of the equation in each nested jaxpr, as in `Step.key`.
   jaxpr = opened(program)
   eqns = list[JaxprEqn]()
   for position, eqn in enumerate(jaxpr.eqns):
     key = (*at, position)
     source = eqn.source_info
-    inner = [_scoped(x.program, modules, (*key, i)) for i, x in enumerate(inner_jaxprs(eqn) or ())]
+    inner = [
+      with_scopes(x.program, modules, (*key, i)) for i, x in enumerate(inner_jaxprs(eqn) or ())
+    ]
     # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
     stack = within_scopes(source.name_stack, modules.get(key, ()))
     params = with_inner(eqn, inner) if inner else eqn.params

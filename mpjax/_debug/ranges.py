@@ -16,7 +16,8 @@ from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import changes_nothing
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree, is_inexact
-from mpjax._debug.arguments import Call, with_parameter_scopes
+from mpjax._debug.arguments import Call
+from mpjax._debug.low_steps import programs_of, programs_of_gradient
 from mpjax._debug.ranges_plan import Addition, Group, Plan, plan
 from mpjax._debug.ranges_report import FORMATS, HEADROOM, GroupRanges, RangesReport, Rescaled
 from mpjax._debug.report import Advance, Pending
@@ -109,13 +110,13 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   call.check_concrete()
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
-  if args and not has_backward_pass(program) and call.returned_loss(program, outputs):
-    program, outputs = call.traced(gradient_of(with_parameter_scopes(fn)))
+  is_loss = args and not has_backward_pass(program) and call.returned_loss(program, outputs)
+  programs = programs_of_gradient(call, fn, gradient_of) if is_loss else programs_of(call, fn)
   # The body is not optimized for compilation: every step runs and is counted.
-  body = body_of(program)
+  body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]
   scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
-  counting = plan(body, call.arguments(fn, scales), outputs)
+  counting = plan(body, call.arguments(fn, scales), programs.low, programs.outputs)
   name = getattr(fn, "__name__", type(fn).__name__)
   rows = _counted(body, operands, counting, advance)
   report = RangesReport(name, rows, _single_scale(scales))

@@ -1,15 +1,13 @@
 """Decide what `ranges` counts: activations, gradients, state and updates of a function.
 
-Results of the forward and the backward pass count as activations and gradients if a policy would
-compute them in low precision, or if a low-precision matmul takes them. Everything else that is
-computed stays in float32 under a policy: masks, softmax, the cotangent of a loss. See
-`docs/concepts.md`.
+Results of the forward and the backward pass count as activations and gradients if the rewriter
+puts them, or a cast of them, in low precision. Everything else that is computed stays in float32
+under a policy: masks, softmax, the cotangent of a loss. See `docs/concepts.md`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Self, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, Self
 
-import numpy as np
 from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_add_p, sub_p
 
 from mpjax._core.leaves import Path
@@ -18,7 +16,6 @@ from mpjax._debug.arguments import Argument, name_by_parameters
 from mpjax._debug.ranges_report import RangeKind
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Location
-from mpjax._jaxpr.primitives import OUTER_PRODUCT
 from mpjax._jaxpr.steps import Body
 
 
@@ -57,8 +54,17 @@ class Plan(NamedTuple):
     return self._replace(inputs={}, steps=steps, additions={})
 
 
-def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()) -> Plan:
-  """Returns the plan of a function. `outputs` are the paths of its results."""
+def plan(
+  body: Body, arguments: Sequence[Argument], low: Collection[int], outputs: Sequence[Path] = ()
+) -> Plan:
+  """Returns the plan of a function.
+
+  Args:
+    body: its steps.
+    arguments: its arguments.
+    low: the numbers of the steps that a policy puts in low precision.
+    outputs: the paths of its results.
+  """
   graph = Graph(body)
   # Find the optimizer before operations are named by their parameters. Its operations have no path.
   of_optimizer = _optimizer_work(graph)
@@ -69,15 +75,13 @@ def plan(body: Body, arguments: Sequence[Argument], outputs: Sequence[Path] = ()
 
   readers = _first_readers(graph, of_optimizer, body.depth)
   additions = _additions(graph, floats, outputs, readers)
-  roles = _roles(graph, floats, body.depth)
-  taken = _taken_by_matmuls(graph, roles, body.depth)
 
   # An update is named by its parameter, whatever module the addition is in.
   steps = {number: Group("updates", each.name) for number, each in additions.items()}
   for operation in graph.computing():
     # Results of the optimizer count as updates and new state alone.
-    if operation not in of_optimizer and _computes_floats(operation, roles):
-      steps.setdefault(operation.step.number, _group_of_results(operation, roles, taken))
+    if operation not in of_optimizer and _computes_floats(operation):
+      steps.setdefault(operation.step.number, _group_of_results(operation, low))
   read = {i: readers[value] for i, value in enumerate(graph.arguments) if value in readers}
   return Plan(_groups_of_arguments(graph, floats, readers), steps, additions, read)
 
@@ -128,31 +132,17 @@ def _hands_on(operation: Operation) -> bool:
   return operation.joins is not None or (operation.moves and not operation.where.path)
 
 
-def _taken_by_matmuls(graph: Graph, roles: Mapping[Value, "_Role"], depth: int) -> set[Value]:
-  """Returns the operands of low-precision matmuls, and the values before moves and casts."""
-  taken = set[Value]()
-  for operation in _backwards(graph, depth):
-    passes_on = operation.moves or operation.casts
-    if _is_low_matmul(operation, roles) or (passes_on and not taken.isdisjoint(operation.results)):
-      taken.update(operation.operands)
-  return taken
-
-
-def _computes_floats(operation: Operation, roles: Mapping[Value, "_Role"]) -> bool:
+def _computes_floats(operation: Operation) -> bool:
   """Whether an operation computes floating numbers that were not counted before."""
   # Moved and recomputed numbers would be counted twice.
   if operation.moves or operation.casts or operation.where.direction == "recomputed":
     return False
-  return any(v in roles for v in operation.results)
+  return any(v.is_floating for v in operation.results)
 
 
-def _group_of_results(
-  operation: Operation, roles: Mapping[Value, "_Role"], taken: set[Value]
-) -> Group:
+def _group_of_results(operation: Operation, low: Collection[int]) -> Group:
   path = operation.where.path
-  # A float32 result that a matmul takes is cast first, so its range matters too.
-  is_low = any(roles[v].is_low for v in operation.results if v in roles)
-  if not is_low and taken.isdisjoint(operation.results):
+  if operation.step.number not in low:
     return Group("float32", path)
   if operation.where.direction == "backward":
     return Group("gradients", path)
@@ -321,102 +311,3 @@ def _copied_by(value: Value) -> list[Value]:
 def _without_ones(value: Value) -> list[int]:
   """Returns the shape of a value without axes of length 1, which `pmap` adds and removes."""
   return [length for length in value.aval.shape if length != 1]
-
-
-# The values that a policy computes in low precision
-
-
-_RoleKind: TypeAlias = Literal["activation", "input", "neutral"]
-
-
-class _Role(NamedTuple):
-  """The role of a value under a policy, by the table in `docs/concepts.md`."""
-
-  # An input is float32 data, and a neutral value a parameter, a number, or computed from those.
-  kind: _RoleKind
-  # Whether it is float32 under a policy. Of a neutral value: whether it is in float32 where it
-  # decides the dtype, since float16 does not have the number.
-  is_wide: bool
-
-  @property
-  def is_low(self) -> bool:
-    return self.kind == "activation" and not self.is_wide
-
-
-_LOW = _Role("activation", is_wide=False)
-_NEUTRAL = _Role("neutral", is_wide=False)
-_INPUT = _Role("input", is_wide=True)
-
-_PRECEDENCE = ("activation", "input", "neutral")
-"""The kind of a result is the first of these that one of its operands has."""
-
-
-def _roles(graph: Graph, arguments: Mapping[Value, Argument], depth: int) -> dict[Value, _Role]:
-  """Returns the roles of all floating values, given the arguments."""
-  roles = {value: _role_of_argument(value, argument) for value, argument in arguments.items()}
-  # A carry that starts as zeros gets its role from the body, so each nested loop needs one more
-  # round.
-  for _ in range(depth + 1):
-    for operation in graph.operations:
-      _add_roles(operation, roles)
-  return roles
-
-
-def _add_roles(operation: Operation, roles: dict[Value, _Role]) -> None:
-  """Adds the roles of the constants that an operation takes, and of its results."""
-  for operand in operation.operands:
-    if operand.is_floating and operand.kind in ("constant", "literal"):
-      roles[operand] = _role_of_constant(operand)
-  for result in operation.results:
-    if result.is_floating:
-      roles[result] = _role_of_result(operation, result, roles)
-
-
-def _role_of_argument(value: Value, argument: Argument) -> _Role:
-  if value.is_low:
-    return _LOW
-  # Parameters decide no dtype. Other arguments are float32 data.
-  return _NEUTRAL if argument.is_first else _INPUT
-
-
-def _role_of_constant(value: Value) -> _Role:
-  # A function may close over its parameters, such as those of a model. A traced value is unknown.
-  if value.data is None or value.aval.shape != ():
-    return _LOW if value.is_low else _NEUTRAL
-  with np.errstate(over="ignore"):
-    # A number such as -1e9, which float16 does not have, makes an operation float32.
-    in_float16 = np.asarray(value.data).astype(np.float16)
-  return _Role("neutral", is_wide=bool(in_float16 != value.data))
-
-
-def _role_of_result(operation: Operation, result: Value, roles: Mapping[Value, _Role]) -> _Role:
-  if result.is_low or _is_low_matmul(operation, roles):
-    return _LOW
-  # Integers and bools have no role.
-  operands = [roles[v] for v in operation.operands if v in roles]
-  if not operands:
-    return _NEUTRAL if _draws_or_masks(operation) else _INPUT
-  kinds: set[_RoleKind] = {role.kind for role in operands}
-  kind = min(kinds, key=_PRECEDENCE.index)
-  is_wide = any(role.is_wide for role in operands)
-  # These have no dtype of their own, so nothing widens.
-  if operation.moves or operation.casts:
-    return _Role(kind, is_wide)
-  # Float16 may not have a number that is computed from numbers.
-  runs_in_float32 = operation.part in ("float32", "opaque", None)
-  return _Role(kind, is_wide or kind == "neutral" or runs_in_float32)
-
-
-def _draws_or_masks(operation: Operation) -> bool:
-  """Whether an operation without floating operands returns random numbers or a mask."""
-  is_mask = np.dtype(np.bool_) in (v.dtype for v in operation.operands)
-  return operation.facts.draws or is_mask
-
-
-def _is_low_matmul(operation: Operation, roles: Mapping[Value, _Role]) -> bool:
-  """Whether a policy computes a matmul in low precision: not of inputs alone."""
-  kinds = {roles[v].kind for v in operation.operands if v in roles}
-  # A multiplication that the forward pass writes as a matmul is low if an activation is in it.
-  if operation.facts is OUTER_PRODUCT and operation.where.direction == "forward":
-    return "activation" in kinds
-  return operation.part == "half" and kinds != {"input"}

@@ -90,7 +90,7 @@ def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
 
 class Counted(nnx.Module):
   def __init__(self, rngs):
-    self.up = nnx.Linear(2, 8, rngs=rngs)
+    self.up = nnx.Linear(8, 8, rngs=rngs)
     self.norm = nnx.BatchNorm(8, rngs=rngs)
     self.down = nnx.Linear(8, 2, rngs=rngs)
 
@@ -112,7 +112,7 @@ def counts(report):
 
 @pytest.mark.parametrize("policy", ["", "mixed_bfloat16"])
 def test_a_model_of_nnx_that_is_called_is_the_first_argument(policy):
-  model, x = Counted(nnx.Rngs(0)), normal(4, 2)
+  model, x = Counted(nnx.Rngs(0)), normal(4, 8)
   called = mpjax.with_policy(model, policy) if policy else model
   before = jax.tree.map(jnp.array, nnx.state(model))
 
@@ -131,7 +131,7 @@ def test_a_model_of_nnx_that_is_called_is_the_first_argument(policy):
 
 
 def test_tune_takes_the_gradient_by_a_model_whose_loss_it_is_given():
-  model, x = Counted(nnx.Rngs(0)), normal(4, 2)
+  model, x = Counted(nnx.Rngs(0)), normal(4, 8)
   tune = functools.partial(mpjax.tune, tolerance=1.0)
   expected = tune(lambda model, x: model.loss(x))(model, x).modules
   assert {row.path for row in expected if row.gradient > 0} >= {"up", "norm", "down"}
@@ -145,7 +145,7 @@ def rows_of(report):
 
 
 def test_each_of_two_models_of_nnx_that_are_compared_is_an_argument_of_its_own_call(tmp_path):
-  model, x = Counted(nnx.Rngs(0)), normal(4, 2)
+  model, x = Counted(nnx.Rngs(0)), normal(4, 8)
   view = mpjax.with_policy(model, "mixed_bfloat16")
   before = jax.tree.map(jnp.array, nnx.state(model))
   expected = mpjax.compare(lambda model, x: model.loss(x), policy="mixed_bfloat16")(model, x)
@@ -351,12 +351,13 @@ def test_parameters_that_devices_gather_are_those_of_their_module():
     return x
 
   specs = {"mesh": mesh, "in_specs": jax.P("i"), "out_specs": jax.P("i")}
-  params = {name: {"w": jnp.ones((4, 4))} for name in ("up", "down")}
+  params = {name: {"w": jnp.ones((8, 8))} for name in ("up", "down")}
+  x = normal(2, 8)
   fn = jax.shard_map(lambda *args: local(*args), **specs)
-  rows = mpjax.audit(lambda params, x: fn(params, x))(params, ROWS).modules
+  rows = mpjax.audit(lambda params, x: fn(params, x))(params, x).modules
   assert [(row.path, row.params) for row in rows] == [("up", ("float32",)), ("down", ("float32",))]
-  ranges = mpjax.ranges(lambda params, x: fn(params, x))(params, ROWS)
-  assert [(g.path, g.total) for g in ranges.of("activations")] == [("up", 8), ("down", 8)]
+  ranges = mpjax.ranges(lambda params, x: fn(params, x))(params, x)
+  assert [(g.path, g.total) for g in ranges.of("activations")] == [("up", 16), ("down", 16)]
 
 
 def test_casts_and_loops_are_in_the_module_whose_parameter_they_take():

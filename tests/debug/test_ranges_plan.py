@@ -1,11 +1,12 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from mpjax._debug.arguments import Argument
+from mpjax._debug.arguments import Argument, Call
+from mpjax._debug.low_steps import programs_of
 from mpjax._debug.ranges_plan import plan
-from mpjax._jaxpr.steps import body_of
 
 
 def planned(fn, *args):
@@ -13,8 +14,9 @@ def planned(fn, *args):
   # The second argument is not returned under its path.
   inputs = [Argument(f"leaf{i}", ("wu"[i],), i == 0, False) for i in range(len(leaves))]
   flat = jax.tree.structure(args)
-  program = jax.make_jaxpr(lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))(*leaves)
-  return plan(body_of(program), inputs, [("w",)] * len(program.out_avals))
+  call = Call(tuple(leaves), {})
+  programs = programs_of(call, lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))
+  return plan(programs.body, inputs, programs.low, [("w",)] * len(programs.outputs))
 
 
 def updated(fn, *args):
@@ -30,7 +32,7 @@ def test_activations_and_gradients_by_module_without_the_optimizer():
 
     return w - 0.1 * jax.grad(loss)(w) ** 2
 
-  counted = planned(step, jnp.ones((3, 3)), jnp.ones((2, 3)))
+  counted = planned(step, jnp.ones((8, 8)), jnp.ones((8, 8)))
   assert set(counted.steps.values()) == {
     ("activations", "layer"),
     ("gradients", "layer"),
@@ -41,50 +43,61 @@ def test_activations_and_gradients_by_module_without_the_optimizer():
   assert [counted.steps[number][0] for number in counted.additions] == ["updates"]
 
 
+N = 8
+"""The fewest products that a matmul of low precision sums."""
+
+
 def mask(n):
   return jnp.where(jnp.tril(jnp.ones((n, n), bool)), 0.0, -1e9)
 
 
 ROLES = {  # In float32, of matmuls that a policy runs in low precision: what follows the matmul.
   "result": (lambda y: y, [True]),
-  "activation": (lambda y: jnp.tanh(y), [True, True]),
-  "residual": (lambda y: y + jnp.tanh(y), [True, True, True]),
-  "relu": (lambda y: jnp.maximum(y, 0), [True, True]),
-  "exact factor": (lambda y: y / 8, [True, True]),
+  "activation": (lambda y: jnp.tanh(y) @ y, [True, True, True]),
+  "returned": (lambda y: jnp.tanh(y), [True, False]),
+  "residual": (lambda y: (y + jnp.tanh(y)) @ y, [True, False, True, True]),
+  "relu": (lambda y: jnp.maximum(y, 0) @ y, [True, True, True]),
+  "exact factor": (lambda y: (y / 8) @ y, [True, True, True]),
   "sum": (lambda y: jnp.sum(y), [True, False]),
   "exp": (lambda y: jnp.exp(y) * 2, [True, False, False]),
   "exp, and a matmul": (lambda y: jnp.exp(y) @ y, [True, True, True]),
   "masked": (lambda y: 2 * jnp.where(y > 0, y, -1e9), [True, False]),
-  "mask that is added": (lambda y: y + mask(3), [True, False]),
-  "mask": (lambda y: (y, mask(3) * 2), [True, False]),
+  "mask that is added": (lambda y: y + mask(N), [True, False]),
+  "mask": (lambda y: (y, mask(N) * 2), [True, False]),
   "positions": (lambda y: (y, jnp.arange(3.0) * 2), [True, False, False]),
   "angles": (lambda y: (y, jnp.einsum("i,j->ij", *[jnp.arange(3.0)] * 2)), [True, False, False]),
-  "in a loop": (lambda y: jax.lax.scan(lambda c, _: (c + y, None), y * 0, None, 2)[0], [True] * 3),
+  "in a loop": (
+    lambda y: jax.lax.scan(lambda c, _: (c @ y, None), y * 0, None, 2)[0],
+    [True] * 3,
+  ),
   "carried": (
-    lambda y: jax.lax.scan(lambda c, _: (c + y, None), jnp.zeros((3, 3)), None, 2)[0],
+    lambda y: jax.lax.scan(lambda c, _: (c @ y, None), jnp.zeros((N, N)), None, 2)[0],
     [True, True],
   ),
-  "of a branch": (lambda y: jax.lax.cond(y[0, 0] > 0, jnp.tanh, jnp.exp, y), [True, False, True]),
+  "of a branch": (
+    lambda y: jax.lax.cond(y[0, 0] > 0, jnp.tanh, jnp.exp, y) @ y,
+    [True, True, True, True],
+  ),
 }
 
 
-def test_what_a_policy_would_hold_in_low_precision():
-  for name, (fn, low) in ROLES.items():
-    counted = planned(lambda w, x, fn=fn: fn(x @ w), jnp.ones((3, 3)), jnp.ones((3, 3)))
-    floats = [counted.steps[key][0] == "activations" for key in sorted(counted.steps)]
-    assert floats == low, name
+@pytest.mark.parametrize(("fn", "low"), ROLES.values(), ids=ROLES)
+def test_what_a_policy_would_hold_in_low_precision(fn, low):
+  counted = planned(lambda w, x: fn(x @ w), jnp.ones((N, N)), jnp.ones((N, N)))
+  floats = [counted.steps[key][0] == "activations" for key in sorted(counted.steps)]
+  assert floats == low
 
 
 def test_arrays_that_a_function_closes_over_have_the_roles_of_parameters():
   scale, mask = jnp.asarray(2.0), jnp.asarray(-1e9)
 
   def model(w, tokens):
-    y = w[tokens] @ w + w[:1]
-    return y * scale, y + mask  # Float16 does not have the number of the mask.
+    y = w[tokens] @ w
+    return (y * scale) @ w, y + mask  # Float16 does not have the number of the mask.
 
-  tokens = jnp.arange(3)
+  tokens = jnp.arange(N)
   for dtype in (jnp.float32, jnp.bfloat16):
-    w = jnp.ones((3, 3), dtype)
+    w = jnp.ones((N, N), dtype)
     argument = planned(model, w, tokens).steps
     closed_over = planned(lambda tokens, w=w: model(w, tokens), tokens).steps
     kinds = [argument[number].kind for number in sorted(argument)]
@@ -154,10 +167,10 @@ def test_what_remat_repeats_is_not_counted_again():
   @jax.checkpoint
   def layer(x):
     with jax.named_scope("layer"):
-      return jnp.tanh(jnp.tanh(x @ x))
+      return jnp.tanh(x @ x) @ x
 
   def activations(fn):
-    groups = planned(fn, jnp.ones((3, 3))).steps.values()
+    groups = planned(fn, jnp.ones((N, N))).steps.values()
     return sum(group == ("activations", "layer") for group in groups)
 
   assert activations(lambda x: jnp.sum(layer(x))) == 3

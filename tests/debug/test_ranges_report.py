@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_in_the_order_of_execution():
 
     return jax.grad(loss_fn)(w)
 
-  report = mpjax.ranges(step)(jnp.eye(2), jnp.ones((3, 2)))
+  report = mpjax.ranges(step)(jnp.eye(8), jnp.ones((8, 8)))
   text = " ".join(str(report).split())
   rows = text.partition("Not finite, in the order of execution module numbers inf NaN ")[2]
   assert rows.startswith("hot ")
@@ -97,7 +97,7 @@ def test_json_has_all(report):
 
 
 def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
-  report = mpjax.ranges(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.full((1, 2), 1e6))
+  report = mpjax.ranges(lambda w, x: jnp.sum(x @ w))(jnp.ones(8), jnp.full((1, 8), 1e6))
   text = " ".join(str(report).split())
   assert "The largest gradient, 1e+06, overflows: float16 ends at 65504" in text
 
