@@ -26,6 +26,7 @@ from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Look, run_on_host
 from mpjax._jaxpr.steps import Body, Step, body_of
 from mpjax._optim.find_scale import scales_in
+from mpjax._optim.scaled import scale_value_p
 
 _FIX = "Write mpjax.ranges(step)(params, opt_state, batch), with a function and then its arguments."
 
@@ -115,21 +116,18 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]
-  scales = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
-  counting = plan(body, call.arguments(fn, scales), programs.low, programs.outputs)
+  states = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
+  counting = plan(body, call.arguments(fn, states), programs.low, programs.outputs)
   name = getattr(fn, "__name__", type(fn).__name__)
-  rows = _counted(body, operands, counting, advance)
-  report = RangesReport(name, rows, _single_scale(scales))
+  rows, scale = _counted(body, operands, counting, advance)
+  report = RangesReport(name, rows, scale)
   # Without a scale there is nothing to reduce, and without an overflow no reason to.
   if report.loss_scale_in_use is None or _nonfinite(report.of("gradients")) == 0:
     return report
 
   def gradients_at(scale: float) -> tuple[GroupRanges, ...]:
     factor = scale / (report.loss_scale_in_use or 1.0)
-    pairs = zip(call.arrays, operands, strict=True)
-    # Run the same program with another scale among its arguments.
-    rescaled = [x * factor if any(leaf is each for each in scales) else x for leaf, x in pairs]
-    return _counted(body, rescaled, counting.of_kind("gradients"), advance)
+    return _counted(body, operands, counting.of_kind("gradients"), advance, factor)[0]
 
   return dataclasses.replace(report, rescaled=_without_overflow(report, gradients_at))
 
@@ -171,27 +169,24 @@ def has_backward_pass(program: ClosedJaxpr) -> bool:
   return any(step.location.direction == "backward" for step in body_of(program).every_step())
 
 
-def _single_scale(scales: Sequence[Leaf]) -> float | None:
-  """Returns the loss scale that all gradients carry, if it is one.
-
-  Under `pmap` and `vmap` each device or lane has its own, with the same value.
-  """
-  # Several different scales cannot be divided out of the gradients.
-  values = {float(x) for scale in scales for x in np.asarray(scale).reshape(-1)}
-  return values.pop() if len(values) == 1 else None
-
-
 def _counted(
-  body: Body, operands: Sequence[Array], counting: Plan, advance: Advance
-) -> tuple[GroupRanges, ...]:
-  """Runs a function, and returns the rows of the groups that have numbers."""
+  body: Body, operands: Sequence[Array], counting: Plan, advance: Advance, factor: float = 1.0
+) -> tuple[tuple[GroupRanges, ...], float | None]:
+  """Runs a function, with its loss scales times a factor.
+
+  Returns:
+    The rows of the groups that have numbers, and the loss scale that all gradients carry; None
+    without one.
+  """
   every_group = (*counting.inputs.values(), *counting.steps.values())
   # Arguments first, then steps in order: the rows of the report keep this order.
   ranges_of = {group: GroupRanges(group.kind, group.path) for group in every_group}
   for position, group in counting.inputs.items():
     add(ranges_of[group], operands[position])
-  _count_results(body, operands, counting, ranges_of, advance)
-  return tuple(row for row in ranges_of.values() if row.total)
+  scales = _count_results(body, operands, counting, ranges_of, advance, factor)
+  # Several different scales cannot be divided out of the gradients.
+  scale = scales.pop() if len(scales) == 1 else None
+  return tuple(row for row in ranges_of.values() if row.total), scale
 
 
 def _count_results(
@@ -200,16 +195,27 @@ def _count_results(
   counting: Plan,
   ranges_of: Mapping[Group, GroupRanges],
   advance: Advance,
-) -> None:
-  """Runs a function, and adds the results of its steps, and its updates, to their groups."""
+  factor: float,
+) -> set[float]:
+  """Runs a function, adds the results of its steps to their groups, and returns its loss scales."""
   # Progress counts the runs of steps. Iterations of a `while` are unknown, so the total is a lower
   # bound.
   counted = [step for step in body.every_step() if step.number in counting.steps]
   done = 0
   total = sum(step.times for step in counted)
   places = itertools.count(1)
+  scales = set[float]()
+
+  def compute(step: Step, ins: Sequence[Array]) -> list[Array]:
+    if step.eqn.primitive is scale_value_p:
+      x, bits = ins
+      scale = jax.lax.bitcast_convert_type(bits, jnp.float32) * factor
+      ins = [x, jax.lax.bitcast_convert_type(scale, bits.dtype)]
+    return bind(step.eqn, ins)
 
   def pick(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> list[Array]:
+    if step.eqn.primitive is scale_value_p:
+      return [ins[1]]
     addition = counting.additions.get(step.number)
     # The result of an addition is the new argument. Count the update instead.
     if addition is not None:
@@ -220,6 +226,10 @@ def _count_results(
 
   def see(step: Step, picked: Sequence[Array]) -> None:
     nonlocal done
+    # The scale is an operand, wherever its state comes from. Each device or lane has its own.
+    if step.eqn.primitive is scale_value_p:
+      scales.update(np.asarray(picked[0]).reshape(-1).view(np.float32).tolist())
+      return
     # A compiled loop shows the results of several iterations at once.
     done += picked[0].size // max(math.prod(shape_of(step.eqn.outvars[0])), 1)
     advance(done, total)
@@ -228,7 +238,8 @@ def _count_results(
     for each in [picked] if row.kind == "updates" else zip(picked):
       add(row, *each, place=next(places))
 
-  run_on_host(body, operands, Look(pick=pick, see=see))
+  run_on_host(body, operands, Look(compute=compute, pick=pick, see=see))
+  return scales
 
 
 def _update_and_lost(

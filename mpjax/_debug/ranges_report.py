@@ -123,7 +123,7 @@ class RangesReport(Report):
   Args:
     name: the name of the function.
     groups: the counts, a row for each kind and module.
-    loss_scale_in_use: the loss scale in the arguments, which the gradients carry; None without.
+    loss_scale_in_use: the scale of `mpjax.scaled`, which the gradients carry; None without one.
     rescaled: if gradients overflowed at that scale, the gradients at a smaller one, from which
       `loss_scale` is computed.
 

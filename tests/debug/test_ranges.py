@@ -150,6 +150,27 @@ def test_a_training_step_with_a_loss_scale():
   assert report.lost_updates == 0
 
 
+@pytest.mark.standard_promotion
+def test_the_scale_of_a_state_that_the_function_creates_is_found():
+  x, tx = jnp.ones((8, 8)), mpjax.loss_scaling(optax.sgd(1e-3))
+
+  def loss_fn(params):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+  def step(params, opt_state):
+    _, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)
+    return optax.apply_updates(params, tx.update(grads, opt_state, params)[0])
+
+  params = {"w": jnp.full((8, 8), 0.1)}
+  inside = mpjax.ranges(lambda params: step(params, tx.init(params)))(params)
+  outside = mpjax.ranges(step)(params, tx.init(params))
+  assert inside.loss_scale_in_use == outside.loss_scale_in_use == 2**15
+  assert inside.loss_scale == outside.loss_scale
+  # The state of an optimizer whose gradients are not scaled says nothing about them.
+  plain = mpjax.ranges(lambda params, opt_state: jax.grad(loss_fn)(params))
+  assert plain(params, tx.init(params)).loss_scale_in_use is None
+
+
 def attention(w, x):
   q = x @ w
   scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), q @ q.T / 8, -1e9)
