@@ -101,10 +101,12 @@ def _under_policy(
 
 def _low_steps(body: Body, rewritten: Body) -> set[int]:
   """Returns the numbers of the steps of a body whose work is in low precision when rewritten."""
+  # What the user wrote in low precision is in low precision.
+  own = {each.step.number for each in _in_low_precision(Graph(body))}
   if rewritten is body:
-    return {each.step.number for each in _in_low_precision(Graph(body))}
+    return own
   low = {_work(each.step) for each in _in_low_precision(Graph(rewritten))}
-  return {step.number for step in body.every_step() if _work(step) in low}
+  return own | {step.number for step in body.every_step() if _work(step) in low}
 
 
 def _work(step: Step) -> tuple[str | None, str, str]:

@@ -55,3 +55,13 @@ def test_the_policy_of_a_gradient_is_that_of_its_loss():
 
   args = normal(16, 8), normal(4, 16, seed=1)
   assert low_in(programs_of_gradient(Call(args, {}), loss, gradient_of)) == ["dot_general"] * 2
+
+
+def test_what_is_written_in_low_precision_is_in_low_precision():
+  def step(w):
+    return jax.grad(lambda w: jnp.sum(jax.nn.gelu(w).astype(jnp.float32)))(w)
+
+  programs = programs_of(Call((normal(8, 8).astype("bfloat16"),), {}), step)
+  steps = [*programs.body.every_step()]
+  written = {s.number for s in steps if s.eqn.outvars[0].aval.dtype == jnp.bfloat16}
+  assert written <= programs.low
