@@ -203,7 +203,11 @@ class Report(abc.ABC):
     return console
 
 
-_HTML = "<pre style='line-height:1.4;overflow-x:auto'>{code}</pre>"
+# JupyterLab shows the `pre` of an output in a proportional font, and wraps it within words.
+_HTML = (
+  "<pre style='font-family:monospace;white-space:pre;word-break:normal;overflow-wrap:normal;"
+  "line-height:1.4;overflow-x:auto'>{code}</pre>"
+)
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="color-scheme" content="light dark"></head><body>{body}</body></html>
 """

@@ -122,6 +122,15 @@ def test_html_is_the_text_escaped(tmp_path):
   assert "src=" not in page
 
 
+def test_a_notebook_can_neither_change_the_font_of_html_nor_wrap_it():
+  """JupyterLab has rules for `pre`, and the style of the element itself is stronger."""
+  style = re.search("<pre style='([^']*)'>", Example()._repr_html_())[1]
+  properties = dict(each.split(":") for each in style.split(";"))
+  assert properties["font-family"] == "monospace"
+  assert properties["white-space"] == "pre"
+  assert (properties["word-break"], properties["overflow-wrap"]) == ("normal", "normal")
+
+
 def test_text_of_a_numbered_item_is_indented():
   text = str(Example([Section("", (f"1. {LONG}", "   cause"))])).splitlines()
   assert text[0].startswith("1. decoder/")
