@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
 import json
@@ -302,9 +303,9 @@ _BAR = 30
 
 @contextlib.contextmanager
 def progress(task: str) -> Generator[Advance]:
-  """Shows on stderr that a task runs, and how much of it is done."""
+  """Shows on stderr, or in a notebook, that a task runs, and how much of it is done."""
   # A log file cannot redraw a line.
-  has_bar = sys.stderr.isatty() or Console(stderr=True).is_jupyter
+  redraw = _redrawing()
   ended = threading.Event()
   start = time.monotonic()
   # The done steps and all steps. The thread reads the list that `advance` writes.
@@ -317,14 +318,17 @@ def progress(task: str) -> Generator[Advance]:
     # A fast diagnostic ends before the first wait, and prints nothing.
     wait, text = FIRST, ""
     while not ended.wait(wait):
-      wait = REDRAWN if has_bar else EVERY
+      wait = REDRAWN if redraw else EVERY
       done, total = steps
-      text = f"{task}:{_steps(done, total, has_bar)} {time.monotonic() - start:.0f} s"
-      sys.stderr.write(f"\r{text}" if has_bar else f"{text}\n")
-      sys.stderr.flush()
+      text = f"{task}:{_steps(done, total, redraw is not None)} {time.monotonic() - start:.0f} s"
+      if redraw:
+        redraw(text)
+      else:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
     # Remove the bar, so that the report follows a clean line.
-    if has_bar and text:
-      sys.stderr.write(f"\r{' ' * len(text)}\r")
+    if redraw and text:
+      redraw("")
 
   # A thread can show progress while XLA compiles. A daemon does not keep the process alive.
   thread = threading.Thread(target=show, daemon=True)
@@ -334,6 +338,25 @@ def progress(task: str) -> Generator[Advance]:
   finally:
     ended.set()
     thread.join()
+
+
+def _redrawing() -> Callable[[str], None] | None:
+  """Returns a function that shows a line instead of the one before; None if nothing can."""
+  if Console(stderr=True).is_jupyter:
+    # A notebook stores everything that is printed. Only an output with an id can be replaced.
+    output = importlib.import_module("IPython.display").DisplayHandle()
+    show = iter((output.display,))
+    return lambda text: next(show, output.update)({"text/plain": text}, raw=True)
+  if not sys.stderr.isatty():
+    return None
+  drawn = [""]
+
+  def redraw(text: str) -> None:
+    sys.stderr.write(f"\r{' ' * len(drawn[0])}\r{text}")
+    sys.stderr.flush()
+    drawn[0] = text
+
+  return redraw
 
 
 def _steps(done: int, total: int, has_bar: bool) -> str:

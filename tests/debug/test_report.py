@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import time
+import types
 
 import flax.linen as nn
 import jax
@@ -185,6 +186,35 @@ def test_a_terminal_gets_a_bar_that_goes_at_the_end(monkeypatch, hurried):
   assert re.search(r"\rwork: ━{15} {15} 5 of 10, 0 s\r", text)
   assert text.endswith("\r")
   assert "\n" not in text
+
+
+class Output:
+  """An output of a notebook, as in `IPython.display`, which need not be installed."""
+
+  events = ()
+
+  def display(self, data, *, raw):
+    self.events += (("display", data["text/plain"], raw),)
+    type(self).last = self
+
+  def update(self, data, *, raw):
+    self.events += (("update", data["text/plain"], raw),)
+
+
+def test_a_notebook_gets_one_output_that_is_replaced(monkeypatch, hurried):
+  console = types.SimpleNamespace(is_jupyter=True)
+  monkeypatch.setattr(report, "Console", lambda **_: console)
+  monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(DisplayHandle=Output))
+  stderr = io.StringIO()
+  monkeypatch.setattr(sys, "stderr", stderr)
+  with progress("work") as advance:
+    advance(5, 10)
+    time.sleep(0.5)
+  assert stderr.getvalue() == ""
+  first, *others, last = Output.last.events
+  assert first == ("display", f"work: {'━' * 15}{' ' * 15} 5 of 10, 0 s", True)
+  assert {each[0] for each in others} == {"update"}
+  assert last == ("update", "", True)
 
 
 @pytest.mark.parametrize("tool", ["ranges", "tune", "find_nonfinite"])
