@@ -129,7 +129,7 @@ def plot(ours: History, plain: History, path: pathlib.Path) -> None:
   below.set(ylabel="loss scale", xlabel="step")
   below.set_yscale("log", base=2)
   below.text(8, ours.loss_scale[0], "starts far too large", va="center")
-  below.legend(loc="lower right")
+  figure.legend(loc="outside lower center", ncols=2)
   for axes in (above, below):
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -156,7 +156,6 @@ def draw_loss(axes: Axes, ours: History, plain: History, steps: np.ndarray) -> N
   axes.set_title("Training in float16: a step that overflows is skipped, and the run goes on")
   axes.text(BROKEN + 2, axes.get_ylim()[1], "broken pixel", va="top")
   axes.text(HEAVY.stop + 2, axes.get_ylim()[1], "loss times 256", va="top")
-  axes.legend(loc="lower left")
 
 
 def main(steps: int = STEPS, path: pathlib.Path = OUT) -> tuple[History, History]:

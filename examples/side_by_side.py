@@ -96,7 +96,7 @@ def plot(title: str, losses: Mapping[str, np.ndarray], path: pathlib.Path) -> No
   axes.set(xlabel="step", ylabel="loss", title=title)
   axes.grid(alpha=0.3)
   axes.spines[["top", "right"]].set_visible(False)
-  axes.legend()
+  figure.legend(loc="outside lower center", ncols=len(losses))
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=150)
   plt.close(figure)

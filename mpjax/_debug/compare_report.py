@@ -185,7 +185,8 @@ class CompareReport(Report):
     axis.invert_yaxis()
     axis.set_xlabel("relative error, if it is not 0; dashed: 10 times the spacing of numbers at 1")
     if axis.get_legend_handles_labels()[0]:
-      axis.legend(loc="lower left", fontsize=8)
+      # A legend inside of the axes would cover points.
+      figure.legend(loc="outside lower left", ncols=len(kinds), fontsize=8)
     figure.suptitle(f"{self.names[0]} against {self.names[1]}", x=0.01, ha="left", weight="bold")
     if path is not None:
       figure.savefig(path, dpi=150)

@@ -112,6 +112,15 @@ def test_they_part_before_a_module_that_takes_another_input():
   assert report.unmatched == ("between is only in f.",)
 
 
+def test_the_legend_of_a_picture_covers_no_point():
+  pytest.importorskip("matplotlib")
+  figure = compared(run_of(values(60)), run_of(values(60, at=99))).plot()
+  figure.draw_without_rendering()
+  (legend,), (axis,) = figure.legends, figure.axes
+  assert axis.get_legend() is None
+  assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+
+
 def test_json_and_picture(tmp_path):
   pytest.importorskip("matplotlib")
   report = compared(run_of(values(60)), run_of(values(60, at=99)))
