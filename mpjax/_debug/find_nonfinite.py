@@ -1,9 +1,10 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,12 +28,16 @@ from mpjax._jaxpr.locations import MODULE, Source, lines_of_call
 from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import aval_of, mapped_with
 from mpjax._jaxpr.runner import Observer, run
-from mpjax._jaxpr.steps import Step, body_of
+from mpjax._jaxpr.steps import Body, Step, body_of, pieces_of
 from mpjax._optim.find_scale import scales_in
 from mpjax._policy.policy import EXACT_FLOAT32
 from mpjax._policy.rules import Rule
 
 _FIX = "Write mpjax.find_nonfinite(step)(state, batch): the arguments come in a second call."
+
+_PIECE = 64
+"""The most steps of a piece. A longer piece compiles more than leads to a fault,
+and a shorter one computes more values that it has to return."""
 
 _SMALLEST_SCALE = 8
 """The smallest loss scale that is recognized. A smaller factor is taken for a weight of a loss."""
@@ -96,11 +101,65 @@ class FoundScale(NamedTuple):
   step: int | None = None  # how many steps it has seen
 
 
+class Piece:
+  """A part of the function. It is compiled when it first runs, once for each way to look at it."""
+
+  def __init__(self, body: Body, uses: probes.Uses) -> None:
+    self.body, self.uses = body, uses
+    self.steps = {*body.every_step()}
+    self.probe = probes.FlagProbe(body, uses.arguments)
+    self.flagged = self._looking(self.probe)
+    # The compiled close looks, by the steps that they look at and the values that they follow.
+    self.closely: dict[tuple[frozenset[int], frozenset[int]], Callable[..., Any]] = {}
+
+  def _looking(self, observer: Observer) -> Callable[..., Any]:
+    """Returns a function of the values that returns the results and what an observer has seen."""
+    return _compiled(functools.partial(run, self.body, observer=observer))
+
+  def first(
+    self, only: frozenset[int], given: Mapping[int, Array], values: Sequence[Any]
+  ) -> probes.Seen:
+    """Returns the first of some steps that broke, given the values that are followed."""
+    key = only, frozenset(given)
+
+    def looking(values: Sequence[Any], given: Mapping[int, Array]) -> probes.Seen:
+      probe = probes.FirstProbe(self.uses, only, given=given, returned=self.body.outputs)
+      return run(self.body, values, probe)[1]
+
+    if key not in self.closely:
+      self.closely[key] = _compiled(looking)
+    return self.closely[key](values, given)
+
+  def shown(self, step: Step, values: Sequence[Any]) -> probes.Seen:
+    """Returns the numbers of a step that broke."""
+    probe = probes.FirstProbe(self.uses, {step.number}, step)
+    return _compiled(lambda values: run(self.body, values, probe)[1])(values)
+
+
+class PieceRun(NamedTuple):
+  """A piece as it ran: the values that it took, and which of its sentinels are not finite."""
+
+  piece: Piece
+  values: Sequence[Any]
+  flags: NumpyArray
+
+
+def _compiled(fn: Function) -> Callable[..., Any]:
+  # Run each cast as it is written. Otherwise XLA may leave out a cast to float16 and back, and with
+  # it the overflow. On a CPU, LLVM takes half of the compilation time. A function that runs once
+  # need not be fast.
+  options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+  if jax.default_backend() == "cpu":
+    options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+  return jax.jit(fn, compiler_options=options)
+
+
 class Finder:
   """Looks for the first step that breaks, at this loss scale or at another one."""
 
-  # The first run says which values are not finite. If there are any, a second run looks closely at
-  # the steps that lead to them. Most often these are masks of -inf, and the fault.
+  # The function runs in pieces, so that nothing after the fault is compiled. The first look at a
+  # piece says which values are not finite. If there are any, a second look follows the steps that
+  # lead to them. Most often these are masks of -inf, and the fault.
 
   def __init__(self, fn: Function, args: Args, kwargs: Kwargs) -> None:
     # A Python number that is not finite is traced too, so that it can be reported as an argument.
@@ -123,11 +182,8 @@ class Finder:
       self.scale = scale_by_hand(self.graph, self.leaves)
     # Without a loss scale, only the arguments as they are can be run.
     self.factors = {} if self.scale is None else _factors(self.scale)
-    self.probe = probes.FlagProbe(self.body)
     self.uses = probes.uses_of(self.body)
-    self.flags = self._looking(self.probe)
-    # The compiled close looks, by the steps that they look at.
-    self.closely: dict[frozenset[int], Callable[..., Any]] = {}
+    self.pieces = [Piece(each, self.uses) for each in pieces_of(self.body, _PIECE)]
 
   @property
   def nothing(self) -> NonfiniteReport:
@@ -136,46 +192,45 @@ class Finder:
       return NonfiniteReport()
     return NonfiniteReport(loss_scale=self.scale.value, step=self.scale.step)
 
-  def _looking(self, observer: Observer) -> Callable[..., Any]:
-    """Returns a function that runs the steps and returns what an observer has seen.
+  def runs(self, factor: float = 1.0) -> Iterator[PieceRun]:
+    """Yields the pieces as they run with the loss scale multiplied by a factor."""
+    leaves = [*self.leaves]
+    for i in () if self.scale is None or factor == 1 else self.scale.positions:
+      leaf = jnp.asarray(leaves[i])
+      leaves[i] = (leaf * factor).astype(leaf.dtype)
+    env = dict(zip(self.body.inputs, leaves, strict=True))
+    for position, piece in enumerate(self.pieces):
+      values = [env[slot] for slot in piece.body.inputs]
+      outs, flags = piece.flagged(values)
+      yield PieceRun(piece, values, np.asarray(flags))
+      # A value is freed before the first piece that runs without it.
+      read = self.read_after(position)
+      env |= zip(piece.body.outputs, outs, strict=True)
+      env = {slot: x for slot, x in env.items() if slot in read}
 
-    It takes a factor of the loss scale, and the arguments.
-    """
-
-    def looking(factor: Array, *leaves: Array) -> Any:
-      scaled = list(leaves)
-      for i in () if self.scale is None else self.scale.positions:
-        # The factor is an argument of the compiled function, so other scales need no compilation.
-        scaled[i] = (leaves[i] * factor).astype(leaves[i].dtype)
-      return run(self.body, scaled, observer)[1]
-
-    # Run each cast as it is written. Otherwise XLA may leave out a cast to float16 and back, and
-    # with it the overflow. On a CPU, LLVM takes half of the compilation time. A function that runs
-    # once need not be fast.
-    options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
-    if jax.default_backend() == "cpu":
-      options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(looking, compiler_options=options)
-
-  def flagged(self, factor: float) -> NumpyArray:
-    """Returns which of the sentinels are not finite with the loss scale multiplied by a factor."""
-    return np.asarray(self.flags(jnp.float32(factor), *self.leaves))
+  def read_after(self, position: int) -> set[int]:
+    """Returns the values that the pieces after a position take."""
+    return {slot for piece in self.pieces[position + 1 :] for slot in piece.body.inputs}
 
   def first(self, factor: float = 1.0) -> Broken | None:
     """Returns the first step that broke with the loss scale multiplied by a factor."""
-    # The sets come in the order of execution, so the first hit is the first fault.
-    for some in self.probe.suspects(self.flagged(factor)):
-      # A look that was compiled for another scale will do if it includes these steps.
-      only = next((each for each in self.closely if some <= each), some)
-      if only not in self.closely:
-        self.closely[only] = self._looking(probes.FirstProbe(self.uses, only))
-      seen = self.closely[only](jnp.float32(factor), *self.leaves)
-      number, *iterations, device = np.asarray(seen.first).tolist()
-      # A wider look may name a step that is not among these suspects.
-      if number in some:
-        loops = tuple(i for i in iterations if i >= 0)
-        return Broken(number, loops, device if device >= 0 else None)
-    return None
+    broken, followed = None, dict[int, Array]()
+    for position, (piece, values, flags) in enumerate(self.runs(factor)):
+      some = piece.probe.suspects(flags)
+      given = {slot: followed[slot] for slot in piece.body.inputs if slot in followed}
+      if some or given:
+        seen = piece.first(some, given, values)
+        number, *iterations, device = np.asarray(seen.first).tolist()
+        if number < (probes.NONE if broken is None else broken.number):
+          loops = tuple(i for i in iterations if i >= 0)
+          broken = Broken(number, loops, device if device >= 0 else None)
+        followed |= seen.followed
+      # A later piece may compute with a value that an earlier step broke than the one found so far.
+      read, least = self.read_after(position), probes.NONE if broken is None else broken.number
+      followed = {k: x for k, x in followed.items() if k in read and np.any(np.asarray(x) < least)}
+      if broken is not None and not followed:
+        break
+    return broken
 
   def report(self) -> NonfiniteReport:
     broken = self.first()
@@ -213,9 +268,9 @@ class Finder:
 
   def _of_step(self, broken: Broken) -> NonfiniteReport:
     step = next(each for each in self.body.every_step() if each.number == broken.number)
-    # Run once more to see the numbers of the step that broke. All steps would be too many.
-    looking = self._looking(probes.FirstProbe(self.uses, {broken.number}, step))
-    seen = jax.device_get(looking(jnp.float32(1), *self.leaves))
+    # Run its piece once more to see the numbers of the step that broke.
+    holds = next(ran for ran in self.runs() if step in ran.piece.steps)
+    seen = jax.device_get(holds.piece.shown(step, holds.values))
     *operands, result, in_float32 = _ranges(step.eqn, seen.rows)
     operation = self.operations[step.key]
     finite_at = self._finite_at(broken.number)
@@ -251,10 +306,11 @@ class Finder:
     if broken is not None and broken.number == number:
       return None
     # If nothing breaks, values that are not finite do no harm, such as the -inf of masks.
-    harmless = np.asarray(False) if broken else self.flagged(self.factors[lowest])
+    harmless = {} if broken else {ran.piece: ran.flags for ran in self.runs(self.factors[lowest])}
     # The largest finite scale is the best, because it keeps the most small gradients.
     for scale in reversed(others):
-      if not np.any(self.flagged(self.factors[scale]) & ~harmless):
+      runs = self.runs(self.factors[scale])
+      if not any(np.any(ran.flags & ~harmless.get(ran.piece, np.False_)) for ran in runs):
         return scale
     return None if broken else lowest
 

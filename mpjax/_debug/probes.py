@@ -9,7 +9,7 @@ Therefore the number of the step that broke follows each element until something
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -37,9 +37,6 @@ _PASS_ON = frozenset(
   )
 )
 """Primitives whose result is not finite where an operand is not: 0 * inf is NaN."""
-
-_CLOSELY = 64
-"""The fewest suspects of the first close look. Each later look has four times as many."""
 
 NONE = 2**31 - 1
 """Stands for no step and for no element. It is larger than all other numbers and positions."""
@@ -166,6 +163,7 @@ class Uses(NamedTuple):
 
   Fields:
     top: the steps of the function.
+    arguments: the arguments and constants, each with a negative number in place of a step's.
     outputs: the values that a jaxpr returns.
     counted: values in which an inf is a fault, since something computes with it. A returned value
       counts, unless it is an argument.
@@ -177,6 +175,7 @@ class Uses(NamedTuple):
   """
 
   top: Body
+  arguments: Mapping[int, int]
   outputs: set[int]
   counted: set[int]
   compared: set[int]
@@ -192,7 +191,13 @@ def uses_of(top: Body) -> Uses:
   outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
   inputs = {slot for body in bodies for slot in body.inputs}
   counted, compared = _counted_and_compared(steps, outputs - _unchanged(steps, inputs))
-  return Uses(top, outputs, counted, compared, _literals(steps), _summed(steps))
+  return Uses(top, arguments_of(top), outputs, counted, compared, _literals(steps), _summed(steps))
+
+
+def arguments_of(top: Body) -> Mapping[int, int]:
+  """Returns the arguments and constants of a function, with negative numbers, in order."""
+  slots = (*top.inputs, *top.consts)
+  return {slot: number for number, slot in enumerate(slots, -len(slots))}
 
 
 def _passes(step: Step) -> bool:
@@ -301,31 +306,20 @@ def _skips(step: Step, answers: _Answers) -> bool:
 class FlagProbe(Observer):
   """Looks which of the sentinels are not finite, in any iteration and on any device."""
 
-  def __init__(self, top: Body) -> None:
-    self.top = top
-    ends = _ends(top)
+  def __init__(self, body: Body, arguments: Mapping[int, int]) -> None:
+    self.body, self.arguments = body, arguments
+    ends = _ends(body)
     # From each argument and each result that may break to its sentinel.
-    self.sentinels = {slot: ends.get(slot, slot) for slot in _covered(top)}
+    self.sentinels = {slot: ends.get(slot, slot) for slot in _covered(body, arguments)}
     self.flag_of = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
 
-  def suspects(self, flags: NumpyArray) -> Iterator[frozenset[int]]:
-    """Yields sets of steps that may not be finite, by their numbers: few at first.
-
-    Arguments and constants have negative numbers.
-    """
+  def suspects(self, flags: NumpyArray) -> frozenset[int]:
+    """Returns the steps and the arguments that may not be finite, by their numbers."""
     # All values that share a sentinel are suspects.
     bad = {slot for slot, sentinel in self.sentinels.items() if flags[self.flag_of[sentinel]]}
-    slots = (*self.top.inputs, *self.top.consts)
-    some = {number for number, slot in enumerate(slots, -len(slots)) if slot in bad}
-    most = _CLOSELY
-    for step in self.top.steps:
-      some |= _breaking_inside(step, bad)
-      # A small look compiles fast, and often contains the fault.
-      if len(some) >= most:
-        yield frozenset(some)
-        some, most = set(), 4 * most
-    if some:
-      yield frozenset(some)
+    breaking = (step for step in self.body.every_step() if can_break(step))
+    steps = {step.number for step in breaking if not bad.isdisjoint(step.outs)}
+    return frozenset(steps | {self.arguments[slot] for slot in bad & self.arguments.keys()})
 
   def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     self.flags = dict[int, Array]()
@@ -356,16 +350,17 @@ class FlagProbe(Observer):
     return jnp.any(seen, axis=0)
 
 
-def _covered(top: Body) -> list[int]:
-  """Returns the arguments and constants, and the floating results that may break."""
+def _covered(body: Body, arguments: Collection[int]) -> list[int]:
+  """Returns the arguments that a body takes, and the floating results that may break."""
   # Values that cannot break are finite if their operands are.
   results = [
     pair
-    for step in top.every_step()
+    for step in body.every_step()
     if can_break(step)
     for pair in zip(step.outs, step.eqn.outvars, strict=True)
   ]
-  return [*top.inputs, *top.consts, *(slot for slot, v in results if is_inexact(v))]
+  taken = [slot for slot in (*body.inputs, *body.consts) if slot in arguments]
+  return [*taken, *(slot for slot, v in results if is_inexact(v))]
 
 
 def _ends(top: Body) -> dict[int, int]:
@@ -394,13 +389,6 @@ def _passes_on(step: Step, position: int) -> bool:
   return is_inexact(result) and 0 not in shape_of(result)
 
 
-def _breaking_inside(step: Step, bad: Collection[int]) -> set[int]:
-  """Returns the numbers of the step and those inside of it that may have broken a `bad` value."""
-  inside = (each for body in step.bodies for each in body.every_step())
-  breaking = (each for each in (step, *inside) if can_break(each))
-  return {each.number for each in breaking if any(slot in bad for slot in each.outs)}
-
-
 # The close look
 
 ValuesByName: TypeAlias = dict[str, Array]
@@ -415,36 +403,48 @@ class Seen(NamedTuple):
       where there is no loop; and the position in the mesh of a `shard_map`, -1 outside of one.
     place: the first element of the result of `shown` that broke, counted along the last axis first.
     rows: of `shown`, a row for each operand, for the result, and for the result in float32.
+    followed: for each value that leaves the body, the first step that broke each element. Values
+      without an element that broke may be missing.
   """
 
   first: Array
   place: Array
   rows: list[ValuesByName]
+  followed: Mapping[int, Array]
 
 
 class FirstProbe(Observer):
   """Looks, among the steps and arguments `only`, for the first whose result is not finite.
 
-  Arguments and constants have negative numbers. If a step is `shown`, its numbers are seen too.
+  Arguments and constants have negative numbers. If a step is `shown`, its numbers are seen too. The
+  body may be a piece of the function: `given` are the values followed so far that it takes, and
+  those that it returns are followed on.
   """
 
-  def __init__(self, uses: Uses, only: Collection[int], shown: Step | None = None) -> None:
-    self.top, self.uses, self.only, self.shown = uses.top, uses, only, shown
+  def __init__(
+    self,
+    uses: Uses,
+    only: Collection[int],
+    shown: Step | None = None,
+    given: Mapping[int, Array] | None = None,
+    returned: Collection[int] = (),
+  ) -> None:
+    self.uses, self.only, self.shown = uses, only, shown
+    self.given, self.returned = given or {}, returned
 
   def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     # For each value that does not count yet, the first step that broke each element.
-    self.followed = dict[int, Array]()
+    self.followed = {slot: self.given[slot] for slot in body.inputs if slot in self.given}
     self.broken = list[Array]()  # the first step that broke, of each value that counts
     self.indices = enclosing.indices
-    _, self.place, self.rows = self.nothing()
-    if body is self.top:
-      self._take_arguments(body, values)
+    _, self.place, self.rows, _ = self.nothing()
+    self._take_arguments(body, values)
 
   def nothing(self) -> Seen:
     # The number, an iteration for each nested loop, and the device.
-    first = jnp.asarray([NONE] + [-1] * (self.top.depth + 1), jnp.int32)
+    first = jnp.asarray([NONE] + [-1] * (self.uses.top.depth + 1), jnp.int32)
     count = 0 if self.shown is None else sum(map(is_inexact, self.shown.eqn.invars)) + 2
-    return Seen(first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count)
+    return Seen(first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count, {})
 
   def merge(self, one: Seen, other: Seen) -> Seen:
     # Of two iterations the earlier one wins, although step numbers repeat.
@@ -454,8 +454,14 @@ class FirstProbe(Observer):
     """Returns the report of the device on which the first step broke."""
     # Devices run at the same time, so the smallest step number is first.
     device = jnp.argmin(seen.first[:, 0]).astype(jnp.int32)
-    first, place, rows = jax.tree.map(lambda x: x[device], seen)
-    return Seen(jnp.where(first[0] < NONE, first.at[-1].set(device), first), place, rows)
+    one = jax.tree.map(lambda x: x[device], seen)
+    first = jnp.where(one.first[0] < NONE, one.first.at[-1].set(device), one.first)
+    return one._replace(first=first)
+
+  def looks_inside(self, step: Step) -> bool:
+    # No value is followed into a loop, so XLA removes loops without suspects that nothing reads.
+    inside = (each for body in step.bodies for each in body.every_step())
+    return any(each.number in self.only for each in inside)
 
   def look(self, step: Step, ins: Sequence[Any], outs: Sequence[Array]) -> None:
     self._follow(step, ins, outs)
@@ -470,26 +476,28 @@ class FirstProbe(Observer):
       self._show(step, ins, outs, next(iter(masks.values())))
 
   def all_seen(self) -> Seen:
+    followed = {slot: self.followed[slot] for slot in self.returned if slot in self.followed}
     # No value of this body counts as broken.
     if not self.broken:
-      return self.seen
+      return self.seen._replace(followed=followed)
     number = functools.reduce(jnp.minimum, self.broken)
     nothing = self.nothing().first
     first = jnp.stack([number, *self.indices, *nothing[len(self.indices) + 1 :]])
     # Loops inside of the body have reported to `seen`. The smaller number ran first.
     is_first = number <= self.seen.first[0]
-    own = Seen(first, self.place, self.rows)
-    return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), own, self.seen)
+    own = Seen(first, self.place, self.rows, {})
+    seen = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), own, self.seen)
+    return seen._replace(followed=followed)
 
   def _take_arguments(self, body: Body, values: Sequence[Any]) -> None:
     """Takes the arguments and constants that hold a NaN, or an inf that can be no mask.
 
     A mask may hold -inf if it is an argument that is not added up, and any inf if it is a constant.
     """
-    # The negative numbers are those of `FlagProbe.suspects`.
     pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
-    for number, (slot, x) in enumerate(pairs, -len(pairs)):
-      if number in self.only:
+    for slot, x in pairs:
+      number = self.uses.arguments.get(slot)
+      if number is not None and number in self.only:
         x = jnp.asarray(x)
         is_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
         is_fault = jnp.isnan(x) | (~jnp.isfinite(x) & ~is_mask)
@@ -508,7 +516,7 @@ class FirstProbe(Observer):
     # Literals have no number, and nothing breaks them.
     numbers = [self.followed.get(slot) if isinstance(slot, int) else None for slot in step.ins]
     # The result of a comparison is a bool, in which no inf goes on.
-    if effect in ("asks", "tests") or all(number is None for number in numbers):
+    if effect in ("asks", "tests", "enters") or all(number is None for number in numbers):
       return
     if effect == "factor":
       numbers = _of_factors(numbers, ins)

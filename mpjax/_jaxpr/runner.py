@@ -62,6 +62,10 @@ class Observer:
   def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     """Looks at a body before it runs."""
 
+  def looks_inside(self, step: Step) -> bool:
+    """Whether the bodies of a step are looked at. Otherwise it runs as one equation."""
+    return True
+
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Array]:
     """Returns the results of a step for these operands, and looks at them."""
     outs = bind(step.eqn, ins)
@@ -142,7 +146,7 @@ def _operands(step: Step, env: Mapping[int, Any]) -> list[Any]:
 
 def _is_entered(step: Step, observer: Observer, enclosing: Enclosing) -> bool:
   """Whether the bodies of a step run step by step. Otherwise the step runs as one equation."""
-  if not step.bodies:
+  if not step.bodies or not observer.looks_inside(step):
     return False
   is_compiled = not enclosing.on_host
   depends_on_values = step.holds in (Holds.COND, Holds.WHILE)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +122,47 @@ class Body:
     for step in self.steps:
       for body in step.bodies:
         yield from body.every_body()
+
+
+def pieces_of(body: Body, most: int) -> list[Body]:
+  """Returns bodies that run one after the other, and compute what the steps of a body compute.
+
+  A piece takes the values that its steps read, and returns those that later pieces read.
+
+  Args:
+    body: the body.
+    most: the most steps of a piece with several, counting those inside of loops.
+  """
+  avals: dict[int, Any] = {**body.avals}
+  last = {slot: i for i, step in enumerate(body.steps) for slot in step.reads}
+  ends: list[int] = []
+  weight, held = 0, 0
+  for i, step in enumerate(body.steps):
+    avals |= {slot: v.aval for slot, v in zip(step.outs, step.eqn.outvars, strict=True)}
+    own = 1 + sum(1 for inner in step.bodies for _ in inner.every_step())
+    # A loop with more steps is a piece of its own.
+    if weight and weight + own > most and i > held:
+      ends.append(i)
+      weight = 0
+    weight += own
+    # A reference to memory that is written in place cannot leave a compiled function.
+    others = [slot for slot in step.outs if not isinstance(avals[slot], ShapedArray)]
+    held = max([held, *(last.get(slot, i) for slot in others)])
+  ends.append(len(body.steps))
+  return [_piece(body, avals, last, *part) for part in itertools.pairwise((0, *ends))]
+
+
+def _piece(
+  body: Body, avals: Mapping[int, Any], last: Mapping[int, int], begin: int, end: int
+) -> Body:
+  """Returns the steps from `begin` to `end` of a body as a body of its own."""
+  steps = body.steps[begin:end]
+  made = [slot for step in steps for slot in step.outs]
+  read = dict.fromkeys(slot for step in steps for slot in step.reads).keys() - {*made}
+  consts = {slot: x for slot, x in body.consts.items() if slot in read}
+  inputs = tuple(sorted(read - consts.keys()))
+  outputs = tuple(slot for slot in made if last.get(slot, 0) >= end)
+  return Body(inputs, consts, {slot: avals[slot] for slot in read}, steps, outputs)
 
 
 def body_of(closed: ClosedJaxpr, *, compiled: bool = False, differentiable: bool = False) -> Body:

@@ -2,7 +2,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._debug.probes import FirstProbe, FlagProbe, can_break, newly_nonfinite, uses_of
+from mpjax._debug.probes import (
+  FirstProbe,
+  FlagProbe,
+  arguments_of,
+  can_break,
+  newly_nonfinite,
+  uses_of,
+)
 from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import body_of
 
@@ -13,14 +20,17 @@ def body(fn, *args):
 
 def test_a_value_is_not_looked_at_if_a_sum_of_it_is():
   made = body(lambda x: jnp.sum((x * x).reshape(2, 2) + 1), jnp.ones(4))
-  sentinels = FlagProbe(made).sentinels
+  sentinels = FlagProbe(made, arguments_of(made)).sentinels
   every = [slot for step in filter(can_break, made.steps) for slot in step.outs]
   assert {sentinels[slot] for slot in (*made.inputs, *every)} == {*made.outputs}
 
 
 def test_what_an_exponential_reads_is_looked_at():
   made = body(lambda x: jnp.exp(x - 1), jnp.ones(3))
-  assert {*FlagProbe(made).sentinels.values()} >= {made.steps[0].outs[0], made.steps[1].outs[0]}
+  assert {*FlagProbe(made, arguments_of(made)).sentinels.values()} >= {
+    made.steps[0].outs[0],
+    made.steps[1].outs[0],
+  }
 
 
 def test_every_step_that_may_break_is_covered():
@@ -30,7 +40,7 @@ def test_every_step_that_may_break_is_covered():
 
   made = body(jax.grad(loss), jnp.ones(3))
   for inside in [made, *(b for step in made.every_step() for b in step.bodies)]:
-    cover = FlagProbe(made).sentinels
+    cover = FlagProbe(made, arguments_of(made)).sentinels
     for step in filter(can_break, inside.steps):
       assert all(slot in cover for slot in step.outs)
 
@@ -41,8 +51,8 @@ def test_only_steps_that_lead_to_an_inf_are_suspects():
 
   x, y = jnp.ones(3), jnp.zeros(4)
   made = body(fn, x, y)
-  probe = FlagProbe(made)
-  (found,) = probe.suspects(run(made, (x, y), probe)[1])
+  probe = FlagProbe(made, arguments_of(made))
+  found = probe.suspects(run(made, (x, y), probe)[1])
   names = {s.number: (s.eqn.primitive.name, s.eqn.invars[0].aval.shape) for s in made.steps}
   # The second argument, as far as the flags tell.
   assert {names.get(n, n) for n in found} == {-1, ("log", (4,)), ("mul", (4,))}
@@ -70,7 +80,7 @@ def test_operands_and_results_of_one_iteration():
   xs = jnp.asarray([2, 3, 100, 100], jnp.float16)
   made = body_of(jax.make_jaxpr(fn)(xs), compiled=True)
   step = list(made.every_step())[-1]
-  first, place, rows = run(made, [xs], FirstProbe(uses_of(made), {step.number}, step))[1]
+  first, place, rows, _ = run(made, [xs], FirstProbe(uses_of(made), {step.number}, step))[1]
   assert ([*map(int, first)], int(place)) == ([step.number, 3, -1], 0)
   # 10 * 2 * 3 * 100, what it is multiplied by, the inf, and what float32 makes of it.
   np.testing.assert_array_equal([row["most"] for row in rows], [6000, 100, np.nan, 600000])

@@ -1,7 +1,11 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mpjax._jaxpr.steps import body_of
+from mpjax._jaxpr.runner import Observer, run
+from mpjax._jaxpr.steps import body_of, pieces_of
 
 
 def body(fn, *args):
@@ -38,3 +42,34 @@ def test_a_step_knows_what_it_is_in():
   assert [[each.number for each in step.enclosing()][-1] for step in inside] == [branch.number] * 2
   assert [step.holds for step in inside[0].enclosing()][-1] is branch.holds
   assert [*branch.enclosing()] == [branch]
+
+
+def test_pieces_compute_what_the_body_computes():
+  def fn(x, y):
+    z = jnp.sin(x) * y
+    z = jax.lax.scan(lambda c, _: (jnp.cos(c) + x, None), z, None, length=3)[0]
+    return jnp.exp(z) - jnp.asarray([1.0, 2.0])
+
+  x, y = jnp.ones(2), jnp.asarray([3.0, 4.0])
+  made = body(fn, x, y)
+  pieces = pieces_of(made, 2)
+  assert [names(piece.steps) for piece in pieces] == [["sin", "mul"], ["scan"], ["exp", "sub"]]
+  env = {**made.consts, **dict(zip(made.inputs, (x, y), strict=True))}
+  for piece in pieces[:-1]:
+    outs = run(piece, [env[slot] for slot in piece.inputs], Observer())[0]
+    env |= zip(piece.outputs, outs, strict=True)
+  # The results of the body itself are those of no piece.
+  last = dataclasses.replace(pieces[-1], outputs=made.outputs)
+  (result,), _ = run(last, [env[slot] for slot in last.inputs], Observer())
+  np.testing.assert_array_equal(result, fn(x, y))
+
+
+def test_no_piece_ends_while_memory_is_written_in_place():
+  def fn(x):
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] * 2
+    return jnp.sin(jnp.sin(ref[...]))
+
+  first, *others = pieces_of(body(fn, jnp.ones(2)), 1)
+  assert "sin" not in names(first.steps)
+  assert [name for piece in others for name in names(piece.steps)] == ["sin", "sin"]
