@@ -26,6 +26,7 @@ from jax.extend.core import primitives as p
 from mpjax._core.errors import REFUSALS
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, DType, NumpyArray, PyTree
+from mpjax._jaxpr.compat import varying_axes
 from mpjax._jaxpr.in_float32 import is_low, results_widened
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import dtype_of
@@ -373,7 +374,12 @@ class _Perturbed(_InFloat32):
     return one
 
   def move(self, key: Key, x: Array) -> Array:
-    return _moved(self.places.roundings[key].dtype, x, self.factors[key])
+    factor = self.factors[key]
+    # Each device of a `shard_map` has a part of the error, and their sum is the change.
+    own = varying_axes(jax.typeof(factor))
+    axes = tuple(axis for axis in varying_axes(jax.typeof(x)) if axis not in own)
+    varying = jax.lax.pcast(factor, axes, to="varying") if axes else factor
+    return _moved(self.places.roundings[key].dtype, x, varying)
 
 
 class _Counted(Observer):
@@ -432,6 +438,7 @@ def errors_of(
   operands: Sequence[Array],
   counted: Mapping[int, int | None],
   kept: Callable[[Step], bool] = lambda step: False,
+  projections: int = PROJECTIONS,
 ) -> Errors:
   """Returns the errors that the roundings of a program cause in its results.
 
@@ -441,6 +448,7 @@ def errors_of(
     counted: the positions of the floating results that count. If a result is the new version of an
       argument, its errors are relative to the change, and the value is the position of that.
     kept: says which operations are in float32 instead.
+    projections: the number of random projections of the results.
   """
   body = body_of(program, compiled=True)
   steps = {step.number: step for step in body.every_step()}
@@ -454,14 +462,14 @@ def errors_of(
   places = _places(body, in_float32, bounds)
   blocked = frozenset(number for number, step in steps.items() if step.holds is Holds.KERNEL)
   try:
-    found = _measured(body, wide, [*counted], places, blocked, bounds)
+    found = _measured(body, wide, [*counted], places, blocked, bounds, projections)
   except REFUSALS:
     # Some operation cannot be differentiated. Only then each is tried alone.
-    refusing = {n for n, step in steps.items() if not step.bodies and not _has_derivative(step)}
+    refusing = {n for n, step in steps.items() if not _has_derivative(step)}
     if not refusing - blocked:
       raise
     blocked |= refusing
-    found = _measured(body, wide, [*counted], places, blocked, bounds)
+    found = _measured(body, wide, [*counted], places, blocked, bounds, projections)
   results, rounded, replayed, notes, squares = jax.device_get(found)
   old = [0.0 if i is None else wide[i] for i in counted.values()]
   norm = norm_of(x - y for x, y in zip(results, old, strict=True))
@@ -583,6 +591,7 @@ def _measured(
   places: _Places,
   blocked: Collection[int],
   bounds: Mapping[int, int],
+  projections: int,
 ) -> Any:
   """Runs a program in float32: with all roundings, with their decisions, and backward."""
   factors = {key: jnp.zeros(lengths) for key, lengths in places.lengths.items()}
@@ -607,7 +616,7 @@ def _measured(
       # The iterations of a loop round independently, so their changes add as squares.
       return jax.tree.map(lambda x: jnp.sum(x**2), changes)
 
-    squares = jax.lax.map(projected, jax.random.split(jax.random.key(0), PROJECTIONS))
+    squares = jax.lax.map(projected, jax.random.split(jax.random.key(0), projections))
     return results, rounded, replayed, notes, jax.tree.map(lambda x: jnp.mean(x, axis=0), squares)
 
   return measure(factors, wide)
@@ -623,6 +632,10 @@ def _random_like(arrays: Sequence[Array], key: Array) -> list[Array]:
 
 def _has_derivative(step: Step) -> bool:
   """Whether the results of a step have a backward pass by its floating operands."""
+  # A collective cannot run outside of its devices. The bodies of a loop are steps of their own.
+  on_devices = any(each.holds is Holds.SHARD_MAP for each in step.enclosing())
+  if step.bodies or on_devices:
+    return True
   if not (any(map(_is_inexact, step.eqn.invars)) and any(map(_is_inexact, step.eqn.outvars))):
     return True
   types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]

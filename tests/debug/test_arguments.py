@@ -1,5 +1,6 @@
 """What the arguments of a function are called, and the modules that they name."""
 
+import collections
 import functools
 
 import jax
@@ -17,9 +18,7 @@ from mpjax._debug.arguments import (
   with_parameter_scopes,
 )
 from mpjax._debug.ranges import gradient_of
-from mpjax._debug.tune_modules import modules_of
 from mpjax._jaxpr.graph import Graph
-from mpjax._jaxpr.steps import body_of
 from tests.errors import refused
 from tests.models.values import normal
 
@@ -193,7 +192,10 @@ def test_arrays_of_text_and_objects_are_passed_as_they_are(names):
 def matmuls(loss, *args):
   """Returns the modules with matmuls in the gradient of a loss, in order, and their FLOPs."""
   program, _ = Call(args, {}).traced(gradient_of(with_parameter_scopes(loss)))
-  return {path: flops for path, flops in modules_of(body_of(program)).items() if flops}
+  flops = collections.Counter()
+  for matmul, _, each in Graph(program).matmuls():
+    flops[matmul.where.path] += each
+  return dict(flops)
 
 
 class Block(nnx.Module):
