@@ -173,10 +173,18 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
         outs = [all(of_ins)] * len(step.outs)
       else:
         is_cast = step.eqn.primitive is p.convert_element_type_p
-        for i, (v, is_rounded) in enumerate(zip(step.eqn.invars, of_ins, strict=True)):
-          # An operand that a kept step computed is rounded where it is read.
-          if is_low(v.aval) and not is_rounded:
-            add(step, i, dtype_of(v), around)
+        unrounded = [
+          i
+          for i, (v, is_rounded) in enumerate(zip(step.eqn.invars, of_ins, strict=True))
+          if is_low(v.aval) and not is_rounded
+        ]
+        multiplies = facts_of(step.eqn).flops is not None
+        if unrounded and not multiplies and (not is_cast or _widens(step)):
+          # With an operand in float32, the rules of a policy make all but a matmul float32 too.
+          rounded.update(dict.fromkeys(step.outs, False))
+          continue
+        for i in unrounded:
+          add(step, i, dtype_of(step.eqn.invars[i]), around)
         low = [v for v in step.eqn.outvars if is_low(v.aval)]
         if low and not (is_cast and _widens(step)):
           add(step, RESULT, dtype_of(low[0]), around)
@@ -196,8 +204,12 @@ def _iterations_of(step: Step, bounds: Mapping[int, int]) -> tuple[int, ...]:
 
 def _widens(step: Step) -> bool:
   """Whether a cast loses nothing: from low precision to a dtype that holds its numbers."""
-  before, after = dtype_of(step.eqn.invars[0]), dtype_of(step.eqn.outvars[0])
-  return is_low(step.eqn.invars[0].aval) and jnp.promote_types(before, after) == after
+  before, after = step.eqn.invars[0].aval, step.eqn.outvars[0].aval
+  if not is_low(before) or not jnp.issubdtype(after.dtype, jnp.floating):
+    return False
+  narrow, wide = jnp.finfo(before.dtype), jnp.finfo(after.dtype)
+  holds_small = narrow.minexp - narrow.nmant >= wide.minexp - wide.nmant
+  return narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and holds_small
 
 
 def _is_exact(step: Step) -> bool:

@@ -127,7 +127,8 @@ class SensitivityReport(Report):
     rows = [
       (
         _path([row.path for row in group]),
-        f"{group[0].operation} {_SHORT[group[0].direction]}".rstrip(),
+        f"{_OPERATIONS.get(group[0].operation, group[0].operation)} "
+        f"{_DIRECTIONS[group[0].direction]}".rstrip(),
         group[0].dtype,
         "inf" if any(row.overflows for row in group) else f"{_contribution(group):.1g}",
         f"{max(row.amplification for row in group):.2g}",
@@ -169,7 +170,14 @@ class SensitivityReport(Report):
     return Section.cut(title, "module, operation, line", rows, lines if rows else ())
 
 
-_SHORT = {"forward": "", "backward": "backward", "recomputed": "again"}
+_OPERATIONS = {
+  "convert_element_type": "cast",
+  "dot_general": "matmul",
+  "conv_general_dilated": "convolution",
+}
+"""Shorter words for the names of primitives."""
+
+_DIRECTIONS = {"forward": "", "backward": "backward", "recomputed": "again"}
 """The pass of a rounding, as a table shows it."""
 
 

@@ -179,22 +179,25 @@ def test_decisions_in_a_scan():
   assert found.measured == pytest.approx(found.by_decisions)
 
 
-def test_an_operation_that_is_kept_in_float32_leaves_the_rounding_to_its_readers():
-  def fn(x):
-    y = low(x)
-    return jnp.exp(y) * y
+def kept_steps(found):
+  return {(each.step.eqn.primitive.name, each.operand) for each in found.roundings}
 
-  def is_exp(step):
-    return step.eqn.primitive.name == "exp"
 
-  before, after = errors(fn, X), errors(fn, X, kept=is_exp)
-  assert sorted(each.step.eqn.primitive.name for each in before.roundings) == [
-    "convert_element_type",
-    "exp",
-    "mul",
-  ]
-  kept = {(each.step.eqn.primitive.name, each.operand) for each in after.roundings}
-  assert kept == {("convert_element_type", -1), ("mul", 0), ("mul", -1)}
+def test_an_operation_that_is_kept_in_float32_leaves_the_rounding_to_the_next_matmul():
+  def fn(x, w):
+    y = jnp.exp(low(x))
+    return (y + low(x)) @ low(w)
+
+  args = X[None], normal(16, 4, seed=1)
+  casts = ("convert_element_type", -1)
+  assert kept_steps(errors(fn, *args)) == {
+    casts,
+    ("exp", -1),
+    ("add", -1),
+    ("dot_general", -1),
+  }
+  found = errors(fn, *args, kept=lambda step: step.eqn.primitive.name == "exp")
+  assert kept_steps(found) == {casts, ("dot_general", 0), ("dot_general", -1)}
 
 
 def test_a_kernel_is_not_followed():

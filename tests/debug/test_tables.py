@@ -90,7 +90,11 @@ def tune(variables):
   return mpjax.tune(loss, "mixed_float16", tolerance=3e-3)(variables, X)
 
 
-MAKERS = (audit, ranges, compare, find_nonfinite, tune)
+def sensitivity(variables):
+  return mpjax.sensitivity(loss, policy="mixed_bfloat16")(variables, X)
+
+
+MAKERS = (audit, ranges, compare, find_nonfinite, sensitivity, tune)
 
 
 @functools.cache
@@ -142,7 +146,9 @@ def expected_paths(report):
     case "CompareReport":
       return [row.path for row in report.rows if "/" in row.path]
     case "TuneReport":
-      return [each.path for each in report.modules if each.forward > 0]
+      return [each.path for each in report.modules if each.error > 0]
+    case "SensitivityReport":
+      return [row.path for row in report.roundings[:3]]
     case _:
       return [report.path]
 
