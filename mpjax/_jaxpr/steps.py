@@ -135,6 +135,8 @@ def pieces_of(body: Body, most: int) -> list[Body]:
   """
   avals: dict[int, Any] = {**body.avals}
   last = {slot: i for i, step in enumerate(body.steps) for slot in step.reads}
+  # The results of the body are read after its last step.
+  last |= {slot: len(body.steps) for slot in body.outputs if isinstance(slot, int)}
   ends: list[int] = []
   weight, held = 0, 0
   for i, step in enumerate(body.steps):

@@ -110,7 +110,7 @@ def printed_paths(text):
     stated = re.match(r"Each (?:module|leaf|parameter) is in ([^\s,]+)", line)
     if stated or not line:
       folder = f"{stated[1]}/" if stated else ""
-    name = re.split(r" {2,}| \((?:residual|call)", line.strip())[0]
+    name = re.split(r" {2,}| \((?:call|\d)", line.strip())[0]
     depth = (len(line) - len(line.lstrip())) // 2
     around = [*around[:depth], name.rstrip("/")]
     paths |= {*line.split(), folder + name, "/".join(around)}
