@@ -19,6 +19,7 @@ from mpjax._core.errors import check_call
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
 from mpjax._debug import probes
 from mpjax._debug.arguments import Call, is_array, name_by_parameters
+from mpjax._debug.compiled import compiled_as_written
 from mpjax._debug.nonfinite_cause import Alternatives, advice
 from mpjax._debug.nonfinite_report import NonfiniteReport, Range
 from mpjax._debug.report import Advance, Pending
@@ -107,6 +108,8 @@ class Piece:
   def __init__(self, body: Body, uses: probes.Uses) -> None:
     self.body, self.uses = body, uses
     self.steps = {*body.every_step()}
+    # A piece returns no literals.
+    self.returned = [slot for slot in body.outputs if isinstance(slot, int)]
     self.probe = probes.FlagProbe(body, uses.arguments)
     self.flagged = self._looking(self.probe)
     # The compiled close looks, by the steps that they look at and the values that they follow.
@@ -114,7 +117,7 @@ class Piece:
 
   def _looking(self, observer: Observer) -> Callable[..., Any]:
     """Returns a function of the values that returns the results and what an observer has seen."""
-    return _compiled(functools.partial(run, self.body, observer=observer))
+    return compiled_as_written(functools.partial(run, self.body, observer=observer))
 
   def first(
     self, only: frozenset[int], given: Mapping[int, Array], values: Sequence[Any]
@@ -123,17 +126,17 @@ class Piece:
     key = only, frozenset(given)
 
     def looking(values: Sequence[Any], given: Mapping[int, Array]) -> probes.Seen:
-      probe = probes.FirstProbe(self.uses, only, given=given, returned=self.body.outputs)
+      probe = probes.FirstProbe(self.uses, only, given=given, returned=self.returned)
       return run(self.body, values, probe)[1]
 
     if key not in self.closely:
-      self.closely[key] = _compiled(looking)
+      self.closely[key] = compiled_as_written(looking)
     return self.closely[key](values, given)
 
   def shown(self, step: Step, values: Sequence[Any]) -> probes.Seen:
     """Returns the numbers of a step that broke."""
     probe = probes.FirstProbe(self.uses, {step.number}, step)
-    return _compiled(lambda values: run(self.body, values, probe)[1])(values)
+    return compiled_as_written(lambda values: run(self.body, values, probe)[1])(values)
 
 
 class PieceRun(NamedTuple):
@@ -142,16 +145,6 @@ class PieceRun(NamedTuple):
   piece: Piece
   values: Sequence[Any]
   flags: NumpyArray
-
-
-def _compiled(fn: Function) -> Callable[..., Any]:
-  # Run each cast as it is written. Otherwise XLA may leave out a cast to float16 and back, and with
-  # it the overflow. On a CPU, LLVM takes half of the compilation time. A function that runs once
-  # need not be fast.
-  options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
-  if jax.default_backend() == "cpu":
-    options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-  return jax.jit(fn, compiler_options=options)
 
 
 class Finder:
@@ -205,7 +198,7 @@ class Finder:
       yield PieceRun(piece, values, np.asarray(flags))
       # A value is freed before the first piece that runs without it.
       read = self.read_after(position)
-      env |= zip(piece.body.outputs, outs, strict=True)
+      env |= dict(zip(piece.returned, outs, strict=True))
       env = {slot: x for slot, x in env.items() if slot in read}
 
   def read_after(self, position: int) -> set[int]:

@@ -6,7 +6,7 @@ same pass, in low precision.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -94,7 +94,9 @@ def _under_policy(
   inputs = [i for i, argument in enumerate(arguments) if not argument.is_first]
   # A number that float16 does not have makes an operation float32, so that is the policy.
   run = autocast(
-    lambda *xs: as_written(marked, arguments, xs), "mixed_float16", data_argnums=inputs
+    lambda *xs: as_written(marked, arguments, cast(Sequence[Array], xs)),
+    "mixed_float16",
+    data_argnums=inputs,
   )
   return run(*arrays)
 

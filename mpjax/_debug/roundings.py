@@ -26,10 +26,11 @@ from jax.extend.core import primitives as p
 from mpjax._core.errors import REFUSALS
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, DType, NumpyArray, PyTree
+from mpjax._debug.compiled import compiled_as_written
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._jaxpr.in_float32 import is_low, results_widened
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import dtype_of
+from mpjax._jaxpr.reader import aval_of, dtype_of
 from mpjax._jaxpr.runner import Enclosing, Observer, run, run_step
 from mpjax._jaxpr.steps import Body, Step, body_of, pieces_of
 from mpjax._optim.scaled import AS_COMPUTED
@@ -185,10 +186,10 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
           rounded.update(dict.fromkeys(step.outs, False))
           continue
         for i in unrounded:
-          add(step, i, dtype_of(step.eqn.invars[i]), around)
+          add(step, i, aval_of(step.eqn.invars[i]).dtype, around)
         low = [v for v in step.eqn.outvars if is_low(v.aval)]
         if low and not (is_cast and _widens(step)):
-          add(step, RESULT, dtype_of(low[0]), around)
+          add(step, RESULT, aval_of(low[0]).dtype, around)
         outs = [True] * len(step.outs)
       rounded.update(zip(step.outs, outs, strict=True))
     return [not isinstance(x, int) or rounded.get(x, True) for x in body.outputs]
@@ -205,7 +206,7 @@ def _iterations_of(step: Step, bounds: Mapping[int, int]) -> tuple[int, ...]:
 
 def _widens(step: Step) -> bool:
   """Whether a cast loses nothing: from low precision to a dtype that holds its numbers."""
-  before, after = step.eqn.invars[0].aval, step.eqn.outvars[0].aval
+  before, after = aval_of(step.eqn.invars[0]), aval_of(step.eqn.outvars[0])
   if not is_low(before) or not jnp.issubdtype(after.dtype, jnp.floating):
     return False
   narrow, wide = jnp.finfo(before.dtype), jnp.finfo(after.dtype)
@@ -524,8 +525,8 @@ def before_nonfinite(
   in_float32 = frozenset(number for number, step in steps.items() if kept(step))
   wide = [low_to_float32(x) if is_low(x) else jnp.asarray(x) for x in operands]
   places = _places(body, in_float32, {})
-  finite = jax.jit(
-    lambda xs: [run(body, xs, _Finite(places, is_rounded))[1] for is_rounded in (True, False)]
+  finite = compiled_as_written(
+    lambda xs: [run(body, xs, _Finite(places, is_on))[1]["finite"] for is_on in (True, False)]
   )
   with_roundings, without = jax.device_get(finite(wide))
   broken = [n for n in with_roundings if not np.all(with_roundings[n]) and np.all(without[n])]
@@ -558,17 +559,15 @@ class _Finite(_Recorded):
     if not is_rounded:
       self.rounded = lambda key, x: x
 
-  def nothing(self) -> dict[int, Array]:
-    return {}
-
-  def inside(self, seen: Mapping[int, Array]) -> None:
-    self.seen.update(seen)
+  def nothing(self) -> dict[str, dict[Any, Any]]:
+    return {"finite": {}}
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
     outs = super().results_of(step, ins)
     inexact = [x for x, v in zip(outs, step.eqn.outvars, strict=True) if _is_inexact(v)]
     if inexact:
-      self.seen[step.number] = jnp.stack([jnp.all(jnp.isfinite(x)) for x in inexact])
+      finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in inexact])
+      self.seen["finite"][step.number] = finite
     return outs
 
   def decide(self, step: Step, outs: list[Any]) -> list[Any]:
@@ -613,17 +612,17 @@ def _measured(
     # A result may be a number of the program.
     return [jnp.asarray(outs[i]) for i in positions]
 
-  @jax.jit
+  @compiled_as_written
   def with_roundings(xs: Sequence[Array]) -> tuple[list[Array], PyTree]:
     outs, recorded = run(body, xs, _Recorded(places, blocked))
     return counted(outs), recorded["decisions"]
 
-  @jax.jit
+  @compiled_as_written
   def with_decisions(xs: Sequence[Array], decisions: PyTree) -> tuple[list[Array], PyTree]:
     outs, notes = run(body, xs, _Replayed(places, blocked, decisions))
     return counted(outs), notes
 
-  @jax.jit
+  @functools.partial(compiled_as_written, runs_long=True)
   def changes(factors: Mapping[Key, Array], xs: Sequence[Array]) -> Any:
     observer = functools.partial(_Perturbed, places, blocked, bounds=bounds)
     results, pull = jax.vjp(
@@ -673,7 +672,9 @@ def _run_in_pieces(
     has_effects = any(step.eqn.effects for step in piece.every_step())
     run_piece = call if has_effects else jax.checkpoint(call)
     outs = run_piece({key: factors[key] for key in keys}, [env[slot] for slot in piece.inputs])
-    env.update(zip(piece.outputs, outs, strict=True))
+    # A piece returns no literals.
+    pairs = zip(piece.outputs, outs, strict=True)
+    env.update((slot, x) for slot, x in pairs if isinstance(slot, int))
   return [slot.val if isinstance(slot, Literal) else env[slot] for slot in body.outputs]
 
 
@@ -693,7 +694,7 @@ def _has_derivative(step: Step) -> bool:
     return True
   if not (any(map(_is_inexact, step.eqn.invars)) and any(map(_is_inexact, step.eqn.outvars))):
     return True
-  types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+  types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in map(aval_of, step.eqn.invars)]
   types = [jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_low(x) else x for x in types]
 
   def gradient(*operands: Array) -> Any:
@@ -704,9 +705,8 @@ def _has_derivative(step: Step) -> bool:
       for i, x in zip(inexact, chosen, strict=True):
         values[i] = x
       outs = results_widened(step.eqn, values)
-      return sum(
-        jnp.sum(jnp.abs(x)) for x, v in zip(outs, step.eqn.outvars, strict=True) if _is_inexact(v)
-      )
+      pairs = zip(outs, step.eqn.outvars, strict=True)
+      return jnp.sum(jnp.stack([jnp.sum(jnp.abs(x)) for x, v in pairs if _is_inexact(v)]))
 
     return jax.grad(total)([operands[i] for i in inexact])
 

@@ -249,19 +249,23 @@ def _rows(
   roundings: Sequence[Rounding], cures: Sequence[Cure], paths: Callable[[Step], str]
 ) -> tuple[RoundingRow, ...]:
   """Returns a row for the roundings of each kind of operation of a line and module."""
-  groups: dict[tuple[object, ...], list[Rounding]] = {}
+  groups: dict[RoundingRow, list[Rounding]] = {}
   for each in roundings:
-    where = each.step.location
-    key = paths(each.step), where.source, _name(each.step), where.direction, each.dtype.name
-    groups.setdefault(key, []).append(each)
+    row = RoundingRow(
+      path=paths(each.step),
+      source=each.step.location.source,
+      operation=_name(each.step),
+      direction=each.step.location.direction,
+      dtype=each.dtype.name,
+    )
+    groups.setdefault(row, []).append(each)
   rows = [
-    RoundingRow(
-      *key,
+    row._replace(
       contribution=math.hypot(*(each.contribution for each in group)),
       amplification=math.hypot(*(each.amplification for each in group)),
       overflows=any(each.overflows for each in group),
       cure=next((cure.code for cure in cures if cure.covers(group[0].step)), ""),
     )
-    for key, group in groups.items()
+    for row, group in groups.items()
   ]
   return tuple(sorted(rows, key=lambda row: (not row.overflows, -row.contribution)))

@@ -38,10 +38,10 @@ class RoundingRow(NamedTuple):
   operation: str
   direction: Direction
   dtype: str
-  contribution: float
-  amplification: float
-  overflows: bool
-  cure: str
+  contribution: float = 0.0
+  amplification: float = 0.0
+  overflows: bool = False
+  cure: str = ""
 
 
 class DecisionRow(NamedTuple):

@@ -58,7 +58,7 @@ def cure_of(step: Step) -> Cure:
   if source is None:
     return Cure(code, lambda other: other is step)
   if code == _wrapped_function(source):
-    return Cure(code, lambda other: _function_of(other) == source[::2])
+    return Cure(code, lambda other: _function_of(other) == (source.file, source.function))
   statements = _statements(source)
   first = min((x.lineno for x in statements), default=source.line)
   last = max((x.end_lineno or x.lineno for x in statements), default=source.line)
@@ -73,7 +73,7 @@ def cure_of(step: Step) -> Cure:
 def _function_of(step: Step) -> tuple[str, str] | None:
   """Returns the file and the name of the user's function of an operation."""
   source = step.location.source
-  return None if source is None else source[::2]
+  return None if source is None else (source.file, source.function)
 
 
 def low_cure(operation: Operation, dtype: str) -> str:
