@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jax.extend.core import primitives as p
+
 from mpjax._core.types import NumpyArray
 from mpjax._debug.findings import merged, unnumbered
 from mpjax._debug.report import Report, Section, percent
@@ -171,9 +173,9 @@ class SensitivityReport(Report):
 
 
 _OPERATIONS = {
-  "convert_element_type": "cast",
-  "dot_general": "matmul",
-  "conv_general_dilated": "convolution",
+  p.convert_element_type_p.name: "cast",
+  p.dot_general_p.name: "matmul",
+  p.conv_general_dilated_p.name: "convolution",
 }
 """Shorter words for the names of primitives."""
 

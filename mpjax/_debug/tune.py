@@ -228,7 +228,8 @@ def _tuned(
       rules=rules,
       error=errors.measured,
       predicted=errors.predicted,
-      by_decisions=errors.by_decisions,
+      # After an overflow the decisions are of values that are not finite, and say nothing.
+      by_decisions=errors.by_decisions if math.isfinite(errors.measured) else 0.0,
       # An overflow in the run with roundings may come from values that are finite in float32.
       headroom=min(headroom.values(), default=math.inf) if math.isfinite(errors.measured) else 0.0,
       half_share=sum(share for name, share in shares.items() if name not in WIDE_FORMATS),

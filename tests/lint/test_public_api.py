@@ -24,7 +24,7 @@ PUBLIC = {
     "loss_scaling",
     *("loss_scaling_metrics", "low_precision", "make_train_step", "master_weights", "monitor"),
     *("policy_scope", "ranges", "scaled"),
-    *("state_dtype", "step_applied", "tune", "with_policy"),
+    *("sensitivity", "state_dtype", "step_applied", "tune", "with_policy"),
   ],
   "mpjax.checkpoints": ["restore_like", "to_arrays"],
   "mpjax.errors": [
@@ -35,6 +35,7 @@ PUBLIC = {
   "mpjax.nnx": ["atomic_step", "convert", "with_policy"],
   "mpjax.reports": [
     *("AuditReport", "CompareReport", "GroupRanges", "NonfiniteReport", "RangesReport"),
+    "SensitivityReport",
     "TuneReport",
   ],
   "mpjax.states": [
