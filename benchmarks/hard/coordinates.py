@@ -35,7 +35,7 @@ class Siren(nn.Module):
   def __call__(self, inputs: Any) -> Any:
     first = nn.initializers.uniform(1.0)
     layer = nn.Dense(64, kernel_init=lambda *args: first(*args) - 0.5)
-    h = self.style.delicate(layer)(inputs["x"])
+    h = layer(inputs["x"])
     for _ in range(2):
       h = jnp.sin(self.omega * h)
       init = nn.initializers.variance_scaling(2.0 / self.omega**2, "fan_in", "uniform")

@@ -76,7 +76,7 @@ class Chamfer(nn.Module):
   def __call__(self, inputs: Any) -> Any:
     codes = jnp.concatenate([inputs["grid"], inputs["code"]], axis=-1)
     made = self.style.wide(self.style.mlp(codes, 64, 64, 3))
-    distances = self.style.delicate(squared_distances)(made, inputs["cloud"])
+    distances = squared_distances(made, inputs["cloud"])
     there, back = jnp.min(distances, axis=0), jnp.min(distances, axis=1)
     return jnp.mean(there) + jnp.mean(back)
 

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mpjax
-
 
 @dataclasses.dataclass(frozen=True)
 class Style:
@@ -19,11 +17,9 @@ class Style:
 
   Fields:
     half: the compute dtype by hand. None leaves all casts out.
-    advised: the program runs in float32 where the audit says that low precision may harm.
   """
 
   half: Any = None
-  advised: bool = False
 
   def low(self, x: Any) -> Any:
     """Return `x` in the compute dtype."""
@@ -32,10 +28,6 @@ class Style:
   def wide(self, x: Any) -> Any:
     """Return `x` in float32."""
     return x if self.half is None else x.astype(jnp.float32)
-
-  def delicate(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that the audit of the plain program names."""
-    return mpjax.full_precision(fun) if self.advised else fun
 
   def dot(self, x: Any, w: Any) -> Any:
     """Return the low-precision matmul of `x` and `w`, rounded."""

@@ -130,7 +130,7 @@ class VectorQuantizer(nn.Module):
   def __call__(self, inputs: Any) -> Any:
     z = self.style.wide(self.style.mlp(inputs["x"], 64, 8))
     codes = self.param("codes", nn.initializers.normal(1.0), (32, 8))
-    nearest = codes[jnp.argmin(self.style.delicate(squared_distances)(z, codes), axis=-1)]
+    nearest = codes[jnp.argmin(squared_distances(z, codes), axis=-1)]
     code_loss = jnp.mean(jnp.square(jax.lax.stop_gradient(z) - nearest))
     commitment = jnp.mean(jnp.square(z - jax.lax.stop_gradient(nearest)))
     passed = z + jax.lax.stop_gradient(nearest - z)

@@ -53,7 +53,7 @@ class Kalman(nn.Module):
       return (mean, dot(eye - dot(gain, look), covariance)), loss
 
     start = (jnp.zeros((inputs["x"].shape[1], state)), eye)
-    _, losses = jax.lax.scan(self.style.delicate(step), start, observations)
+    _, losses = jax.lax.scan(step, start, observations)
     return jnp.mean(losses)
 
 
@@ -67,7 +67,7 @@ class GaussianProcess(nn.Module):
     z = self.style.wide(self.style.mlp(inputs["x"], 32, 8, wide=False))
     noise = jnp.exp(self.param("noise", nn.initializers.constant(-2.0), ()))
     length = jnp.exp(self.param("length", nn.initializers.constant(0.5), ()))
-    distances = self.style.delicate(squared_distances)(z, z)
+    distances = squared_distances(z, z)
     kernel = jnp.exp(-0.5 * distances / length**2)
     factor = jnp.linalg.cholesky(kernel + noise * jnp.eye(z.shape[0]))
     white = jax.scipy.linalg.solve_triangular(factor, inputs["y"], lower=True)
@@ -90,7 +90,7 @@ class Ridge(nn.Module):
       gram = support.T @ support + strength * jnp.eye(support.shape[-1])
       return jnp.linalg.solve(gram, support.T @ y)
 
-    weights = self.style.delicate(fit)(support, inputs["support"], strength)
+    weights = fit(support, inputs["support"], strength)
     return self.style.dot_wide(query, weights)
 
 
@@ -103,7 +103,7 @@ class Whitening(nn.Module):
   def __call__(self, inputs: Any) -> Any:
     z = self.style.wide(self.style.mlp(inputs["x"], 64, 16, wide=False))
     z = z - jnp.mean(z, axis=0)
-    covariance = self.style.delicate(lambda z: z.T @ z / z.shape[0])(z)
+    covariance = z.T @ z / z.shape[0]
     factor = jnp.linalg.cholesky(covariance + 1e-3 * jnp.eye(z.shape[-1]))
     white = jax.scipy.linalg.solve_triangular(factor, z.T, lower=True).T
     return self.style.mlp(white, 64, 10)
