@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
+from mpjax._autocast.matmuls import OF_INPUTS
 from mpjax._autocast.precision import asked_precision
+from mpjax._autocast.scopes import REGION, policy_of
 from mpjax._core.errors import MpjaxAssertionError, check_call
 from mpjax._core.types import FLOAT32, Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._debug.arguments import Argument, Call, name_by_parameters, parameter_trees
@@ -28,7 +30,7 @@ from mpjax._debug.leaks import find_leaks
 from mpjax._debug.lossy import find_lossy
 from mpjax._debug.not_entered import UNKNOWN, find_kernels, is_unknown_in_float32
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
-from mpjax._debug.risks import Risk, risk_lines, risks_of
+from mpjax._jaxpr.count import sums_few_products
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import NOT_IN, Direction
 from mpjax._jaxpr.reader import is_object, warn_not_entered
@@ -56,6 +58,8 @@ _MOST_DTYPES = 2
 _COSTLY = 0.05
 """The share of FLOPs above which a note names a module for its matmuls that stay in float32."""
 
+_SENSITIVITY = "What its roundings do to the result: mpjax.sensitivity(fn)(*args)."
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AuditReport(Report):
@@ -71,7 +75,6 @@ class AuditReport(Report):
     leaks: float32 operations where low precision was asked for, the costliest first.
     kernels: operations that are not entered, such as `pallas_call`, and objects of JAX.
     on_purpose: matmuls that are float32 because a rule, or the code, asks for it.
-    risks: low-precision values that reach an operation which magnifies their error.
     lossy: operations in low precision for which float32 would be safer.
     recipes: the names of the recipes that policies ask for.
     formats: each matmul and its format, or why it is in none; () where nothing asks for a format.
@@ -96,7 +99,6 @@ class AuditReport(Report):
   leaks: tuple[Finding, ...]
   kernels: tuple[Finding, ...]
   on_purpose: tuple[Finding, ...]
-  risks: tuple[Risk, ...]
   lossy: tuple[Finding, ...]
   recipes: tuple[str, ...]
   formats: tuple[Finding, ...]
@@ -154,6 +156,7 @@ class AuditReport(Report):
   def sections(self) -> Sequence[Section]:
     # A leak in twelve equal layers is one entry.
     leaks = summed_over_layers(self.leaks)
+    is_low = any(is_low_precision(jnp.dtype(row.dtype)) for row in self.operations)
     return (
       Section.cut(
         "Precision audit",
@@ -165,11 +168,11 @@ class AuditReport(Report):
         "Float32 where low precision was asked for",
         (*_leak_lines(leaks, self._total), *rest(leaks)),
       ),
-      Section("Risks", risk_lines(self.risks, MOST)),
       # Empty sections are not printed.
       *(self._table(field) for field in _TABLES),
       self._operations(),
       Section("Rules", (*self._rule_lines(),)),
+      Section("", (_SENSITIVITY,) if is_low else ()),
     )
 
   @property
@@ -425,7 +428,6 @@ def _report(
     leaks=leaks,
     kernels=kernels,
     on_purpose=on_purpose,
-    risks=tuple(risks_of(graph, parameters)),
     lossy=find_lossy(graph),
     recipes=asked_recipes(graph),
     formats=find_formats(graph, compiled),
@@ -492,7 +494,7 @@ def _notes(
       "mpjax.loss_scaling, and differentiate mpjax.scaled(loss_fn, opt_state)."
     )
   total, by_default = sum(flops.values()), 0
-  kept = collections.Counter[tuple[str, str]]()
+  kept = collections.Counter[tuple[str, str, str]]()
   for operation, dtype, count in graph.matmuls():
     asked = asked_precision(operation.eqn.params.get("precision", Precision.HIGHEST))
     if dtype == FLOAT32 and not asked:
@@ -502,7 +504,7 @@ def _notes(
     if reason is None and FULL_PRECISION in operation.where.scopes:
       reason = "it is inside mpjax.full_precision"
     if dtype == FLOAT32 and asked == "highest" and reason is not None:
-      kept[operation.where.path, reason] += count
+      kept[operation.where.path, reason, _cure_of_kept(operation, reason)] += count
   if by_default:
     yield (
       f"{percent(by_default / total)} of the matmuls' FLOPs are in float32 of default precision: "
@@ -511,13 +513,22 @@ def _notes(
     )
   # Only a function with low precision has matmuls that a policy keeps in float32.
   is_mixed = any(is_low_precision(jnp.dtype(dtype)) for _, dtype in flops)
-  for (path, reason), count in kept.items() if is_mixed else ():
+  for (path, reason, cure), count in kept.items() if is_mixed else ():
     if count > _COSTLY * total:
       yield (
         f"{path or 'A matmul'}: {percent(count / total)} of the matmuls' FLOPs are in float32 of "
-        f"the highest precision, because {reason}. A policy with "
-        'precision="default" multiplies them in TF32 or bfloat16.'
+        f"the highest precision, because {reason}. {cure}"
       )
   # A jaxpr does not say how often a `while` runs, or which branch.
   if not all(operation.step.certain for operation, *_ in graph.matmuls()):
     yield "A while loop counts as one iteration, and each branch of a cond as taken."
+
+
+def _cure_of_kept(matmul: Operation, reason: str) -> str:
+  """Returns the sentence that makes a matmul faster, which a policy keeps in float32."""
+  region = matmul.where.marked(REGION)
+  policy = None if region is None else policy_of(region)
+  # A matmul of few products, as of coordinates, loses detail and gains no speed.
+  if policy is not None and reason == OF_INPUTS and not sums_few_products(matmul.eqn):
+    return f"If they need no float32, cast them: x.astype(jnp.{policy.compute_dtype.name})."
+  return 'A policy with precision="default" multiplies them in TF32 or bfloat16.'

@@ -122,6 +122,42 @@ def test_a_costly_matmul_that_a_policy_keeps_in_float32_is_named(size, named):
   assert not any("highest precision, because" in note for note in notes)
 
 
+def with_features(w, x, columns):
+  bank = jnp.linspace(0, 1, columns * 32).reshape(columns, 32)
+  return x[:, :columns] @ bank @ w
+
+
+def with_low_features(w, x):
+  bank = jnp.linspace(0, 1, 64 * 32).reshape(64, 32)
+  return (x.astype("float16") @ bank.astype("float16")).astype("float32") @ w
+
+
+def test_a_costly_matmul_of_inputs_is_named_with_a_cast_that_makes_it_low():
+  args = s(32, 4), s(4, 64)
+  features = functools.partial(with_features, columns=64)
+  (note,) = mpjax.audit(mpjax.autocast(features, "mixed_float16", data_argnums=1))(*args).notes
+  assert note == (
+    "A matmul: 94.1 % of the matmuls' FLOPs are in float32 of the highest precision, because its "
+    "operands are inputs and constants. If they need no float32, cast them: x.astype(jnp.float16)."
+  )
+  cured = mpjax.audit(mpjax.autocast(with_low_features, "mixed_float16", data_argnums=1))(*args)
+  assert (cured.half_share, cured.notes) == (1, ())
+
+
+def test_no_cast_is_advised_for_a_matmul_that_is_float32_for_another_reason():
+  few = functools.partial(with_features, columns=3)
+  asked = mpjax.full_precision(functools.partial(with_features, columns=64))
+  for fn in few, lambda w, x: asked(w, x) + x[:, :32] @ w:
+    (note,) = mpjax.audit(mpjax.autocast(fn, data_argnums=1))(s(32, 4), s(4, 64)).notes
+    assert "astype" not in note
+
+
+def test_the_last_line_names_sensitivity_if_something_is_in_low_precision():
+  line = "What its roundings do to the result: mpjax.sensitivity(fn)(*args)."
+  assert str(mpjax.audit(mpjax.autocast(jnp.matmul))(X, X.T)).splitlines()[-1] == line
+  assert line not in str(mpjax.audit(jnp.matmul)(X, X.T))
+
+
 class Net(nn.Module):
   dtype: str | None = None
 
@@ -276,7 +312,7 @@ def test_operations_are_shown_by_dtype_the_most_bytes_first():
     return jnp.tanh(jnp.tanh(x) + table)
 
   text = str(mpjax.audit(fn)(HALF, WIDE))
-  rows = [row.split() for row in text[text.index("Operations") :].splitlines()[1:]]
+  rows = [row.split() for row in text[text.index("Operations") :].split("\n\n")[0].splitlines()[1:]]
   assert rows == [
     ["operation", "16", "bit", "float32"],
     ["tanh", "1,", "256", "B", "1,", "512", "B"],

@@ -166,7 +166,7 @@ def test_float32_and_weight_gradients_in_half_are_reasons():
   assert found["narrow", ""].flops == 2 * half.flops
 
 
-def test_leaks_and_risks_are_those_without_float8():
+def test_leaks_and_losses_are_those_without_float8():
   """Neither the scaling, in float32, nor what is too small is where low precision was lost."""
 
   def loss(x):

@@ -245,11 +245,8 @@ def test_cells_return_one_dtype_and_are_near_an_all_half_cell_for_mixes_of_dtype
 
 # Where a value is rounded decides the result: policies against dtypes by hand.
 
-SOLVING = {
-  "kernel_before_cholesky": {"difference"},
-  "whitened_features": {"linear algebra"},
-}
-"""Cases whose linear algebra multiplies the rounding of a matmul, with the risks in their audit."""
+SOLVING = ("kernel_before_cholesky", "whitened_features")
+"""Cases whose linear algebra multiplies the rounding of a matmul."""
 WARNS = "linear algebra multiplies their rounding"
 
 
@@ -342,10 +339,9 @@ def test_errors_are_at_most_those_of_dtypes_by_hand(names):
 
 
 @pytest.mark.parametrize("name", SOLVING)
-def test_linear_algebra_after_a_matmul_warns_and_is_a_risk(name):
+def test_linear_algebra_after_a_matmul_warns(name):
   with pytest.warns(UserWarning, match=WARNS):
-    audit = mpjax.audit(policied(name, "bfloat16"))(dict(CASES[name].params), CASES[name].x)
-  assert {risk.kind for risk in audit.risks} == SOLVING[name]
+    jax.eval_shape(policied(name, "bfloat16"), dict(CASES[name].params), CASES[name].x)
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{WARNS}")

@@ -848,20 +848,6 @@ mpjax/_autocast/activations.py::_by_the_rules
 - inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {})
 ::test_consumers_outside_of_an_activation_function_change_no_bit_of_it
 
-mpjax/_debug/risks.py::risks_of
-
-112 the cure of a float32 matmul makes it low where that harms
-- is_wide and (kind != "float32 matmul" or rounding in in_risks)
-+ is_wide and kind != "float32 matmul"
-::test_no_cure_lowers_a_float32_matmul_that_low_precision_would_harm
-
-mpjax/_debug/risk_histories.py::_matmul
-
-113 the search for risks goes on behind a matmul that the user keeps in float32
-- _is_meant_wide(operation)
-+ False
-::test_a_float32_matmul_on_purpose_ends_the_search
-
 mpjax/_jaxpr/reader.py::dtype_of
 
 114 a reference has a dtype that is changed
