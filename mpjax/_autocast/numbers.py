@@ -102,7 +102,7 @@ def numbers_of_result(eqn: JaxprEqn, each: Sequence[Numbers]) -> Numbers:
     return UNKNOWN
   if facts.folds is not None:
     numbers = _folded(facts.folds, *each)
-  elif facts.terms or facts.exact or facts.moves or facts.group in ("clip", "move", "order"):
+  elif facts.terms or facts.exact or facts.moves or facts.keeps_numbers:
     numbers = united(each)  # No new number is computed, except by the sum below.
   else:
     return UNKNOWN

@@ -258,7 +258,7 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   # XLA fuses a softmax with a selection in float32, and computes both again in the backward pass.
   # With a cast in between it would save the exponentials. A selection in a derivative rule stays
   # low, because JAX saves the zeros from which it selects.
-  selects = facts.group == "selection" and not rewriter.settings.in_derivative
+  selects = facts.gradient == "selected" and not rewriter.settings.in_derivative
   # Only for consumers in float32, such as that subtraction. A slice for a matmul stays low.
   if facts.gradient == "placed" or selects:
     return all(rewriter.flags_at(var) & Flag.FLOAT32 for var in eqn.outvars)

@@ -35,21 +35,6 @@ EqnParams: TypeAlias = Mapping[str, Any]
 Predicate: TypeAlias = Callable[[EqnParams], str]
 """A function from the parameters of an equation to the name of a part."""
 
-Group: TypeAlias = Literal[
-  "addition",
-  "clip",
-  "move",
-  "negation",
-  "order",
-  "power",
-  "product",
-  "quotient",
-  "rounding",
-  "selection",
-  "sum",
-]
-"""The effect of an operation on the rounding errors of its operands, for the risks of an audit."""
-
 Degree: TypeAlias = Callable[[Sequence[float], EqnParams], float]
 """A function from the growth of the operands, as exponents, to the growth of the result."""
 
@@ -114,6 +99,8 @@ class Row(NamedTuple):
   # The result is exact for low-precision operands: numbers are chosen or moved. This excludes the
   # maximum over an axis, whose derivative counts the positions with the maximum.
   exact: bool = False
+  # Each number of a result is one of an operand, also where neither `exact` nor `moves` holds.
+  keeps_numbers: bool = False
   moves: bool = False  # each element of a result is an element of an operand: casts may come before
   elementwise: bool = False  # an element of a result depends only on elements at its position
   bounded: bool = False  # finite operands give finite results
@@ -122,22 +109,18 @@ class Row(NamedTuple):
   orders: bool = False  # the order of the results depends on the size of numbers
   folds: Callable[..., Any] | None = None  # computes the result of numbers that are known
   terms: Terms | None = None  # how many terms each element of the result sums
-  # The effect of an operand's error on the result. Errors of a sum are absolute, so the rounding of
-  # an operand may be as large as the result. Errors of a product are relative. Errors of an angle
-  # are absolute, however large the angle is.
-  role: Literal["sum", "product", "angle", "exponential", "linear algebra"] | None = None
-  # How the risks of an audit follow an error through it. Without a group, and if it neither moves
-  # nor is exact, the error counts as relative, as after an activation function.
-  group: Group | None = None
-  reduces_by: str = ""  # for a collective: the reduction over an array, whose group it has
+  # Errors of a sum are absolute, so the rounding of an operand may be as large as the result. Those
+  # of a product are relative.
+  role: Literal["sum", "product", "linear algebra"] | None = None
   scales: bool = False  # multiplies by one number, or divides by it, without rounding
-  divides: bool = False  # divides by its last operand, or by a power of it
   draws: bool = False  # the results are random numbers, unless an operand is floating
   # The way in which the derivative needs precision. It is a sum over elements of the result if the
   # operand is "repeated", or if it is broadcast and then "added" or "multiplied". "chosen": it
   # counts equal elements. "placed": it is placed among zeros, and added to those of other parts of
-  # the operand. "result": it reads the result, which is therefore saved.
-  gradient: Literal["repeated", "added", "multiplied", "chosen", "placed", "result"] | None = None
+  # the operand. "selected": it is so by a mask. "result": it reads the result, which is saved.
+  gradient: (
+    Literal["repeated", "added", "multiplied", "chosen", "placed", "selected", "result"] | None
+  ) = None
   degree: Degree | None = None  # the growth of elementwise operations of activation functions
   # The parameter that names the dtype, or that holds a jaxpr in the dtype.
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
@@ -194,7 +177,6 @@ _SUMS: Mapping[str, Any] = {
   "role": "sum",
   "gradient": "added",
   "degree": lambda degrees, _: max(degrees),
-  "group": "addition",
 }
 _SQUARES: Mapping[str, Any] = {
   **_ARITHMETIC,
@@ -215,11 +197,6 @@ def _in_window(_: Sequence[tuple[int, ...]], params: EqnParams) -> int:
 def _updates(shapes: Sequence[tuple[int, ...]], _: EqnParams) -> int:
   return 1 + math.prod(shapes[2])  # the operand, and at most all updates
 
-
-_OVER_DEVICES: Mapping[str, Any] = {
-  "reduces_by": "reduce_sum",
-  "terms": lambda shapes, params: UNCOUNTED,
-}
 
 FAMILIES: tuple[Family, ...] = (
   # half list
@@ -247,8 +224,8 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "An absolute error of the operand is a relative error of the result. exp(11.1) overflows "
     "float16.",
-    Row("exp", elementwise=True, role="exponential", gradient="result"),
-    Row("exp2 expm1", elementwise=True, role="exponential"),
+    Row("exp", elementwise=True, gradient="result"),
+    Row("exp2 expm1", elementwise=True),
   ),
   Family(
     "float32",
@@ -258,17 +235,17 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     "It is exp(y log x), with the errors of both.",
-    Row("pow", elementwise=True, role="exponential", divides=True),
+    Row("pow", elementwise=True),
   ),
   Family(
     "float32",
     "Its gradient overflows float16 below 4e-4, as in norms.",
-    Row("rsqrt", elementwise=True, divides=True),
+    Row("rsqrt", elementwise=True),
   ),
   Family(
     "float32",
     "Errors of an angle are absolute. Near 1000, bfloat16 numbers are 4 apart.",
-    Row("sin cos tan", elementwise=True, role="angle"),
+    Row("sin cos tan", elementwise=True),
   ),
   Family(
     "float32",
@@ -279,7 +256,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     "The slope is infinite at the end of the domain.",
-    Row("acos acosh asin atanh", elementwise=True, role="angle"),
+    Row("acos acosh asin atanh", elementwise=True),
   ),
   Family(
     "float32",
@@ -291,32 +268,34 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     "Roundings add up. A sum of ones stops at 256 in bfloat16, and float16 overflows at 65504.",
     "cumlogsumexp cumprod reduce_prod",
-    Row("cumsum", group="sum", terms=lambda shapes, p: shapes[0][p["axis"]]),
-    Row("reduce_sum", group="sum", terms=lambda shapes, p: _sizes(shapes[0], p["axes"])),
-    Row("reduce_window_sum", group="sum", terms=_in_window),
+    Row("cumsum", terms=lambda shapes, p: shapes[0][p["axis"]]),
+    Row("reduce_sum", terms=lambda shapes, p: _sizes(shapes[0], p["axes"])),
+    Row("reduce_window_sum", terms=_in_window),
   ),
   Family(
     "float32",
     "Gradients divided by a loss scale underflow float16, and those multiplied by it overflow.",
-    Row("scale_value", elementwise=True, scales=True, group="product"),
+    Row("scale_value", elementwise=True, scales=True),
   ),
   Family(
     "float32",
     "It sums the gradients of all uses of a value.",
-    Row("add_any", elementwise=True, group="addition", terms=lambda shapes, _: len(shapes)),
+    Row("add_any", elementwise=True, terms=lambda shapes, _: len(shapes)),
   ),
   Family(
     "float32",
     "The data decides how many values they sum, as in gradients of embeddings.",
-    Row("scatter-add scatter-sub", **_UPDATES, group="sum", terms=_updates),
+    Row("scatter-add scatter-sub", **_UPDATES, terms=_updates),
     Row("scatter-mul", **_UPDATES),
-    Row("select_and_scatter_add", group="sum", terms=_in_window),
+    Row("select_and_scatter_add", terms=_in_window),
   ),
   Family(
     "float32",
     'They sum gradients over devices, with twice the bytes. "keep" sends half.',
-    Row("psum psum_invariant reduce_scatter", **_OVER_DEVICES),
-    Row("unreduced_psum unreduced_reduce_scatter", **_OVER_DEVICES),
+    Row(
+      "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+      terms=lambda shapes, _: UNCOUNTED,
+    ),
   ),
   # promote
   Family(
@@ -324,29 +303,9 @@ FAMILIES: tuple[Family, ...] = (
     "The result is rounded once.",
     Row("add", **_SUMS, folds=operator.add),
     Row("sub", **_SUMS, folds=operator.sub),
-    Row(
-      "div",
-      **_FACTORS,
-      group="quotient",
-      divides=True,
-      degree=lambda d, _: d[0] - d[1],
-      folds=operator.truediv,
-    ),
-    Row(
-      "max min",
-      elementwise=True,
-      exact=True,
-      gradient="multiplied",
-      group="clip",
-      degree=lambda d, _: max(d),
-    ),
-    Row(
-      "mul",
-      **_FACTORS,
-      group="product",
-      degree=lambda d, _: d[0] + d[1],
-      folds=operator.mul,
-    ),
+    Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1], folds=operator.truediv),
+    Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
+    Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1], folds=operator.mul),
     Row("rem", **_ARITHMETIC, role="sum", gradient="multiplied"),
   ),
   Family(
@@ -362,37 +321,30 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "promote",
     "The widest dtype holds all values exactly.",
-    Row("stack", group="move"),
-    Row("clamp", elementwise=True, group="clip"),
+    Row("stack", keeps_numbers=True),
+    Row("clamp", elementwise=True, keeps_numbers=True),
     Row("concatenate pad", **_MOVES),
-    Row("select_n", **_MOVES, group="selection"),
+    Row("select_n", **_MOVES, gradient="selected"),
   ),
   Family(
     "promote",
     "They return each operand in its own dtype.",
-    Row("device_put shard_alike tie", group="move"),
+    Row("device_put shard_alike tie", keeps_numbers=True),
     Row("optimization_barrier", **_MOVES),
-    Row("sort", exact=True, orders=True, group="order"),
+    Row("sort", exact=True, orders=True),
   ),
   Family(
     "promote",
     "The widest dtype holds all values exactly.",
-    Row("ragged_all_to_all", group="move"),
+    Row("ragged_all_to_all", keeps_numbers=True),
   ),
   # keep
   Family(
     "keep",
     "They are exact in every dtype.",
     Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.abs),
-    Row(
-      "neg",
-      elementwise=True,
-      exact=True,
-      group="negation",
-      degree=lambda d, _: d[0],
-      folds=operator.neg,
-    ),
-    Row("ceil floor round", **_BOUNDED, role="sum", group="rounding"),
+    Row("neg", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.neg),
+    Row("ceil floor round", **_BOUNDED, role="sum"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True, folds=np.sign),
   ),
@@ -413,16 +365,16 @@ FAMILIES: tuple[Family, ...] = (
     "keep",
     "The result is rounded once. Sums widen them.",
     Row("one_minus_square", **_SQUARES),
-    Row("square", **_SQUARES, group="power", folds=np.square),
+    Row("square", **_SQUARES, folds=np.square),
   ),
   Family(
     "keep",
     "They select values, which is exact in every dtype.",
-    Row("approx_top_k reduce_window_max reduce_window_min", group="order"),
-    Row("pmax pmin unreduced_pmax unreduced_pmin", reduces_by="reduce_max"),
+    Row("approx_top_k reduce_window_max reduce_window_min", keeps_numbers=True),
+    Row("pmax pmin unreduced_pmax unreduced_pmin", keeps_numbers=True),
     Row("argmax argmin", exact=True),
-    Row("cummax cummin top_k", exact=True, group="order"),
-    Row("reduce_max reduce_min", gradient="chosen", group="order"),
+    Row("cummax cummin top_k", exact=True),
+    Row("reduce_max reduce_min", gradient="chosen", keeps_numbers=True),
   ),
   Family(
     "keep",
@@ -437,7 +389,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They say where values are stored.",
-    Row("layout_constraint relayout with_memory_space_constraint", group="move"),
+    Row("layout_constraint relayout with_memory_space_constraint", keeps_numbers=True),
     Row("first_order reshard sharding_constraint", **_MOVES),
   ),
   Family(
@@ -448,8 +400,8 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They move values between devices. Low precision halves the bytes.",
-    Row("preduced reduced_vary_cast reduced_vary_cast_p", group="move"),
-    Row("vary_unreduced_cast vary_unreduced_cast_p", group="move"),
+    Row("preduced reduced_vary_cast reduced_vary_cast_p", keeps_numbers=True),
+    Row("vary_unreduced_cast vary_unreduced_cast_p", keeps_numbers=True),
     Row("all_gather all_gather_invariant all_gather_reduced", moves=True),
     Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True),
     Row("pvary", **_MOVES),
@@ -501,8 +453,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "opaque",
     "There is no complex dtype of low precision.",
-    "conj fft",
-    Row("complex imag real", group="addition"),
+    "complex conj fft imag real",
   ),
   Family(
     "opaque",
@@ -597,14 +548,7 @@ FAMILIES: tuple[Family, ...] = (
     integer_pow_part,
     "Squares and cubes are part of activation functions, such as GELU. The fourth power overflows "
     "float16 from 16 on.",
-    Row(
-      "integer_pow",
-      **_ARITHMETIC,
-      role="product",
-      group="power",
-      divides=True,  # by negative powers
-      degree=lambda d, p: p["y"] * d[0],
-    ),
+    Row("integer_pow", **_ARITHMETIC, role="product", degree=lambda d, p: p["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
@@ -641,16 +585,9 @@ FAMILIES: tuple[Family, ...] = (
 """Every primitive of each supported JAX, in exactly one row."""
 
 
-def _facts_by_name() -> Mapping[str, Row]:
-  """Returns the row of each primitive. A collective has the group of its reduction."""
-  rows = {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
-  for name, row in rows.items():
-    if row.reduces_by:
-      rows[name] = row._replace(group=rows[row.reduces_by].group)
-  return types.MappingProxyType(rows)
-
-
-FACTS: Mapping[str, Row] = _facts_by_name()
+FACTS: Mapping[str, Row] = types.MappingProxyType(
+  {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
+)
 """The row of each primitive."""
 
 # The rows of primitives that JAX may replace by an object, by a parameter of that object.

@@ -119,25 +119,6 @@ def test_every_row_with_a_fact_of_first_order_has_a_sample():
       assert names & {*SAMPLES}, row
 
 
-def collectives():
-  """Yields the primitives of the samples that name an axis of a mesh."""
-  for fun, args, _ in SAMPLES.values():
-    for eqn, _ in equations(jax.make_jaxpr(fun)(*args)):
-      axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-      if any(isinstance(axis, str) for axis in axes):
-        yield eqn.primitive.name
-
-
-def test_the_risks_follow_a_rounding_through_every_collective():
-  found = {*collectives()}
-  assert {"psum", "psum_invariant", "reduce_scatter", "pmax", "all_gather", "ppermute"} <= found
-  for name in found:
-    row = FACTS[name]
-    assert row.moves or row.exact or row.group, name
-  for row in (row for row in FACTS.values() if row.reduces_by):
-    assert row.group == FACTS[row.reduces_by].group is not None
-
-
 def of_sample(name):
   """Returns the equation of a primitive in its sample, whose inputs are those of the equation."""
   fun, args, _ = SAMPLES[name]
@@ -158,7 +139,21 @@ def test_a_sum_of_ones_is_at_most_its_number_of_terms(name):
   assert 1 <= largest <= terms
   # The indices decide how many updates meet, and the mesh how many devices there are.
   assert largest == terms or name not in COUNTED
-  assert (terms == UNCOUNTED) == bool(FACTS[name].reduces_by)
+  axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+  assert (terms == UNCOUNTED) == any(isinstance(axis, str) for axis in axes)
+
+
+KEPT = [name for name, row in FACTS.items() if row.keeps_numbers and name in SAMPLES]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_each_number_of_a_result_is_one_of_an_operand(name):
+  fun, args, _ = SAMPLES[name]
+  given = np.concatenate([np.ravel(x) for x in args])
+  results = [x for x in jax.tree.leaves(jax.jit(fun)(*args)) if x.dtype == "float32"]
+  assert results
+  for result in results:
+    assert np.isin(result, given).all()
 
 
 FOLDED = {
