@@ -218,10 +218,7 @@ def _is_exact(step: Step) -> bool:
   """Whether the results of a step are numbers of the format of its operands."""
   facts = facts_of(step.eqn)
   is_cast = step.eqn.primitive is p.convert_element_type_p
-  return not is_cast and (facts.moves or facts.exact or step.eqn.primitive in _EXACT)
-
-
-_EXACT = frozenset((p.neg_p, p.abs_p, p.sign_p, p.stop_gradient_p))
+  return not is_cast and (facts.moves or facts.exact or facts.keeps_numbers)
 
 
 def _decides(step: Step) -> bool:

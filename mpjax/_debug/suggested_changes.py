@@ -17,8 +17,6 @@ from mpjax._policy.rules import Rule, glob_of
 _LAYERS = ("/flax/linen/", "/flax/nnx/")
 """Files of layers. Their operations have no line of the user, so the cure is a rule."""
 
-_MATMULS = frozenset(("convolve", "dot", "einsum", "matmul", "tensordot"))
-
 _MOST = 3
 """The most statements of a line. For more, the cure wraps the function."""
 
@@ -76,54 +74,8 @@ def _function_of(step: Step) -> tuple[str, str] | None:
   return None if source is None else (source.file, source.function)
 
 
-def low_cure(operation: Operation, dtype: str) -> str:
-  """Returns code that runs a matmul of inputs in low precision: the cast of an operand.
-
-  Args:
-    operation: the matmul.
-    dtype: the compute dtype of its policy.
-
-  Returns:
-    The statement at its line with the cast. If the matmul is not found, only the cast.
-
-  >>> import jax, jax.numpy as jnp
-  >>> from mpjax._jaxpr.graph import Graph
-  >>> graph = Graph(jax.make_jaxpr(jnp.dot)(jnp.ones(3), jnp.ones((3, 3))))
-  >>> low_cure(graph.operations[-1], "bfloat16")  # JAX shows no line of a doctest
-  'x.astype(jnp.bfloat16)'
-  """
-  source = operation.where.source
-  statements = [] if source is None else _statements(source)
-  # The first matmul of the line is cast. `_cast_operand` changes the tree in place.
-  for node in (node for each in statements for node in ast.walk(each)):
-    if _cast_operand(node, dtype):
-      return "; ".join(map(ast.unparse, statements))
-  return f"x.astype(jnp.{dtype})"
-
-
-def _cast_operand(node: ast.AST, dtype: str) -> bool:
-  """Casts the first operand of a matmul, and returns whether the node is a matmul."""
-  # Casting one operand suffices, because the rewriter then multiplies in low precision.
-  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-    node.left = _cast(node.left, dtype)
-    return True
-  # The full name may be `jnp.dot`, `np.dot` or `dot`.
-  if not isinstance(node, ast.Call) or _last(ast.unparse(node.func)) not in _MATMULS:
-    return False
-  for position, argument in enumerate(node.args):
-    if not isinstance(argument, ast.Constant):  # The formula of an einsum.
-      node.args[position] = _cast(argument, dtype)
-      return True
-  return False
-
-
 def _last(name: str) -> str:
   return name.rpartition(".")[2]
-
-
-def _cast(value: ast.expr, dtype: str) -> ast.expr:
-  attribute = ast.Attribute(ast.Name("jnp", ast.Load()), dtype, ast.Load())
-  return ast.Call(ast.Attribute(value, "astype", ast.Load()), [attribute], [])
 
 
 def wrapped_in_full_precision(source: Source | None) -> str:
