@@ -11,6 +11,7 @@ from docs.figures import (
   formats,
   memory,
   nonfinite,
+  sensitivity,
   step,
   tpu,
   tune,
@@ -29,6 +30,7 @@ FIGURES = {
   "compare": compare,
   "audit": audit,
   "nonfinite": nonfinite,
+  "sensitivity": sensitivity,
   "tune": tune,
 }
 
