@@ -89,7 +89,7 @@ def measure() -> dict[str, Any]:
   rows = [
     {
       "module": path,
-      "format": _format_of(report, f"Net/{path}"),
+      "format": _format_of(report, path),
       **{name: float(f"{of_module[path]:.3g}") for name, of_module in errors.items()},
     }
     for path in errors["tuned"]
@@ -118,7 +118,7 @@ def _errors(exact: Any, found: Any) -> dict[str, float]:
 def _format_of(report: mpjax.reports.TuneReport, path: str) -> str:
   if path in report.float32:
     return "float32"
-  policy = report.others.get(path, report.policy)
+  policy = report.upgrades.get(path, report.policies[0])
   return "float8" if policy.matmul is not None else policy.compute_dtype.name
 
 
