@@ -61,6 +61,11 @@ class BlockRecipe:
       return _for_nvfp4(x, operand, self.options, rows)
     return quantise_e4m3(x, rows, self.block)
 
+  def restored(self, x: Array, operand: Operand) -> Array:
+    if isinstance(self.options, NVFP4) and _is_mixed(operand, self.options):
+      return hadamard(x, 2, self.options.seed, inverse=True)
+    return x
+
   def _in_squares(self, operand: Operand) -> bool:
     """Whether blocks are squares, so that a weight and its transpose are rounded alike."""
     if isinstance(self.options, NVFP4):
@@ -100,9 +105,14 @@ def _for_nvfp4(x: Array, operand: Operand, options: NVFP4, rows: int) -> Scaled:
   is_random = options.stochastic_rounding and operand.role == "gradient"
   stream = int(operand.product == "weight_grad")
   bits = random_bits(x, options.seed, stream=stream) if is_random else None
-  if options.hadamard and operand.product == "weight_grad":
+  if _is_mixed(operand, options):
     x = hadamard(x, 2, options.seed)
   return quantise_nvfp4(x, rows, bits)
+
+
+def _is_mixed(operand: Operand, options: NVFP4) -> bool:
+  """Whether an operand is multiplied by the Hadamard matrix before it is rounded."""
+  return options.hadamard and operand.product == "weight_grad"
 
 
 def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled:

@@ -49,7 +49,15 @@ from mpjax._matmul.block_dot import (
   stacked,
   unstacked,
 )
-from mpjax._matmul.protocol import Multiply, Operand, OperandRole, Product, Recipe, Scaled
+from mpjax._matmul.protocol import (
+  Multiply,
+  Operand,
+  OperandRole,
+  Product,
+  Recipe,
+  Scaled,
+  Transforms,
+)
 
 Levels: TypeAlias = tuple[tuple[bool, ...], ...]
 """For each `vmap`, the innermost first: whether the first axis of each operand is mapped."""
@@ -369,15 +377,30 @@ class RecipeMatmul(Matmul):
 
   def _wide(self, side: int, kept: Scaled) -> Array:
     """Returns the residual of the operand `side`, dequantised."""
-    if kept.scale is not None and self.is_stacked(kept):
-      matrices = dequantised(kept.values, kept.scale)
-      operand = self.operands[side]
-      values = unstacked(matrices, self._layout_kept(side), operand.shape)
-      values = placed(values, tuple(operand.sharding.spec))
-      values = jax.lax.convert_element_type(values, FLOAT32)
-      return values if kept.of_tensor is None else values * kept.of_tensor
-    values = jax.lax.convert_element_type(kept.values, FLOAT32)
-    return values if kept.scale is None else values * kept.scale
+    if self.why_not_gradient(1 - side) is not None:
+      return kept.values
+    product = self.product_of(1 - side)
+    return self.dequantised(
+      kept, self.operands[side], self._layout_kept(side), self.role_of(side), product
+    )
+
+  def dequantised(
+    self, scaled: Scaled, like: ShapedArray, layout: Layout, role: OperandRole, product: Product
+  ) -> Array:
+    """Returns the float32 operand of the type `like` from what `quantised` returned for it."""
+    is_stacked = self.is_stacked(scaled)
+    values = scaled.values
+    if is_stacked:
+      values = dequantised(values, scaled.scale)
+    values = jax.lax.convert_element_type(values, FLOAT32)
+    for scale in (None if is_stacked else scaled.scale, scaled.of_tensor):
+      values = values if scale is None else values * scale
+    if isinstance(self.recipe, Transforms):
+      summed = layout.summed if self.recipe.block is None else (2,)
+      values = self.recipe.restored(values, Operand(summed, role, product))
+    if not is_stacked:
+      return values
+    return placed(unstacked(values, layout, like.shape), tuple(like.sharding.spec))
 
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array

@@ -1,7 +1,7 @@
 """The protocol of recipes for low-precision matmuls: see docs/float8.md."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from mpjax._core.types import Array, DType
 
@@ -64,3 +64,11 @@ class Recipe(Protocol):
 
   # Returns the matmul in `dtype`, by a call of `multiply` with two operands in the format.
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array: ...
+
+
+@runtime_checkable
+class Transforms(Protocol):
+  """A recipe that multiplies operands by an orthogonal matrix before it rounds them."""
+
+  # Returns an operand that was quantised and dequantised, multiplied by the inverse of the matrix.
+  def restored(self, x: Array, operand: Operand) -> Array: ...

@@ -113,7 +113,7 @@ def _mixed(x: Any) -> Any:
   return hashed ^ (hashed >> np.uint32(15))
 
 
-def hadamard(x: Array, axis: int, seed: int) -> Array:
+def hadamard(x: Array, axis: int, seed: int, *, inverse: bool = False) -> Array:
   """Returns an array multiplied by a random orthogonal matrix, in blocks along an axis.
 
   It is the Hadamard matrix of size 16, divided by 4, after random signs. If both operands of a
@@ -124,6 +124,7 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
     x: an array. The size of the axis is a multiple of 16.
     axis: the axis over which a matmul sums.
     seed: the seed of the signs.
+    inverse: whether to multiply by the inverse of the matrix instead.
 
   Returns:
     A float32 array. Sums are in float32 and in a fixed order, without a matmul.
@@ -132,7 +133,9 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
   blocks = x.shape[axis] // SIZE
   signs = np.tile(signs_of(seed), blocks)
   signs = signs.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
-  mixed = jax.lax.convert_element_type(x, FLOAT32) * signs
+  mixed = jax.lax.convert_element_type(x, FLOAT32)
+  # The Hadamard matrix, divided by 4, is its own inverse.
+  mixed = mixed if inverse else mixed * signs
   # The fast Hadamard transform. Each of the four axes of size 2 is one bit of the position in a
   # block. Along each, pairs become their sums and differences.
   sizes = [[blocks, 2, 2, 2, 2] if i == axis else [n] for i, n in enumerate(x.shape)]
@@ -141,7 +144,8 @@ def hadamard(x: Array, axis: int, seed: int) -> Array:
     left = jax.lax.slice_in_dim(mixed, 0, 1, axis=bit)
     right = jax.lax.slice_in_dim(mixed, 1, 2, axis=bit)
     mixed = jax.lax.concatenate([left + right, left - right], bit)
-  return merge_axes(mixed, [*map(len, sizes)]) * np.float32(1 / 4)
+  mixed = merge_axes(mixed, [*map(len, sizes)]) * np.float32(1 / 4)
+  return mixed * signs if inverse else mixed
 
 
 def signs_of(seed: int) -> NumpyArray:

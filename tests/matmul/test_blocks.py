@@ -154,6 +154,14 @@ def test_random_options_of_nvfp4():
     assert [i for i, (a, b) in enumerate(pairs) if not np.array_equal(a, b)] == changed, name
 
 
+@pytest.mark.parametrize("format", [mpjax.NVFP4(), mpjax.NVFP4(hadamard=False)], ids=str)
+def test_forward_mode_multiplies_by_the_operand_before_the_hadamard_transform(format):
+  w, x, t = normal(1, (128, 64)), halves(0, (96, 128)), normal(2, (128, 64))
+  tangent = jax.jit(lambda w: jax.jvp(lambda w: under(layer, matmul=format)(w, x), (w,), (t,))[1])
+  exact = np.asarray(x, np.float64) @ t
+  assert np.linalg.norm(tangent(w) - exact) < 0.2 * np.linalg.norm(exact)
+
+
 # Which matmuls.
 
 

@@ -190,6 +190,12 @@ def test_a_product_of_transformed_operands_is_the_product():
   np.testing.assert_allclose(found, x.astype(np.float64) @ w, atol=1e-5)
 
 
+def test_the_inverse_restores_an_array():
+  x = jnp.asarray(normal(0, (3, 32, 2)))
+  restored = hadamard(hadamard(x, 1, 5), 1, 5, inverse=True)
+  np.testing.assert_allclose(restored, x, atol=1e-6)
+
+
 def test_an_outlier_is_spread_over_its_block():
   x = jnp.zeros((1, 32)).at[0, 3].set(8.0)
   np.testing.assert_array_equal(np.abs(hadamard(x, 1, 0)), [[2.0] * SIZE + [0.0] * SIZE])
