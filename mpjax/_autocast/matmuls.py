@@ -27,9 +27,11 @@ from mpjax._jaxpr.count import (
 from mpjax._jaxpr.locations import location
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import Atom, aval_of, dtype_of
+from mpjax._matmul.format_rounding import ShownMatmul
 from mpjax._matmul.matmul import Matmul, RecipeMatmul, equation
 from mpjax._matmul.protocol import Recipe
 from mpjax._matmul.recipes import recipe_of
+from mpjax._policy.active import AUDIT
 
 Operands: TypeAlias = Sequence[FloatValue | None]
 """The operands of an equation; None for operands that are not floating."""
@@ -205,7 +207,10 @@ def _in_recipe(
   types = list(map(aval_of, operands))
   types[:2] = (x.update(dtype=low, weak_type=False) for x in types[:2])
   params = tuple({**eqn.params, "precision": None, "preferred_element_type": low}.items())
-  rule = RecipeMatmul(eqn.primitive, params, low, low, (*wide,), (*types,), recipe, index)
+  record = AUDIT.value
+  is_shown = record is not None and record.shows_roundings
+  cls = ShownMatmul if is_shown else RecipeMatmul
+  rule = cls(eqn.primitive, params, low, low, (*wide,), (*types,), recipe, index)
   return _equation(eqn, rule, operands)
 
 

@@ -185,7 +185,7 @@ class Rewriter:
     rounded = literal_as(literal, dtype, number)
     exact = literal_as(literal, FLOAT32, number)
     record = AUDIT.value
-    if record is None or not record.shows_numbers or exact.val == rounded.val:
+    if record is None or not record.shows_roundings or exact.val == rounded.val:
       return rounded
     # The largest number is not rounded, but becomes the largest of the dtype.
     if not np.isfinite(exact.val.astype(dtype)):

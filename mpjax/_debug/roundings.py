@@ -33,11 +33,32 @@ from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import aval_of, dtype_of
 from mpjax._jaxpr.runner import Enclosing, Observer, run, run_step
 from mpjax._jaxpr.steps import Body, Step, body_of, pieces_of
+from mpjax._matmul.format_rounding import format_of, format_rounding_p, roundoff
 from mpjax._optim.scaled import AS_COMPUTED
 
 PROJECTIONS = 4
 """Random projections of the results. Each takes the time of two gradients. The contribution of a
 rounding is known within 35 %, and that of all of them more exactly."""
+
+
+Rounded: TypeAlias = "Callable[[Array], Array]"
+"""A function that returns a float32 array in the numbers of a format."""
+
+
+class Format(NamedTuple):
+  """A low-precision format.
+
+  Fields:
+    name: its name.
+    roundoff: the relative error of a rounding to it, as a mean.
+    largest: its largest number; inf if values are scaled to fit.
+    rounded: rounds to it.
+  """
+
+  name: str
+  roundoff: float
+  largest: float
+  rounded: Rounded
 
 
 class Rounding(NamedTuple):
@@ -46,25 +67,25 @@ class Rounding(NamedTuple):
   Fields:
     step: the operation whose result is rounded, or that rounds an operand.
     operand: the position of that operand; `RESULT` if a result is rounded.
-    dtype: the format.
+    format: the format.
     contribution: the norm of the change of the results that it causes, over the norm of these.
     largest: the largest magnitude before rounding; 0 where it is not measured.
   """
 
   step: Step
   operand: int
-  dtype: DType
+  format: Format
   contribution: float = 0.0
   largest: float = 0.0
 
   @property
   def amplification(self) -> float:
     """The contribution over the error of one rounding, which is uniform up to half a step."""
-    return self.contribution / roundoff(self.dtype)
+    return self.contribution / self.format.roundoff
 
   @property
   def overflows(self) -> bool:
-    return self.largest > float(jnp.finfo(self.dtype).max)
+    return self.largest > self.format.largest
 
 
 class Decision(NamedTuple):
@@ -106,9 +127,11 @@ class Errors(NamedTuple):
     return math.sqrt(squares + self.by_decisions**2)
 
 
-def roundoff(dtype: DType) -> float:
-  """Returns the relative error of a rounding to a format, as a mean: half the largest."""
-  return float(jnp.finfo(dtype).eps) / 4
+@functools.cache
+def _format(dtype: DType) -> Format:
+  """Returns the format of a dtype, to which a cast rounds."""
+  largest = float(jnp.finfo(dtype).max)
+  return Format(dtype.name, roundoff(dtype), largest, lambda x: x.astype(dtype).astype(x.dtype))
 
 
 RESULT = -1
@@ -141,16 +164,16 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
   places = _Places({}, {}, {})
   casts: dict[tuple[int, str], Key] = {}
 
-  def add(step: Step, operand: int, dtype: DType, around: tuple[int, ...]) -> None:
+  def add(step: Step, operand: int, format: Format, around: tuple[int, ...]) -> None:
     key = (step.number, operand)
     is_cast = operand == RESULT and step.eqn.primitive is p.convert_element_type_p
     slot = step.ins[0 if is_cast else operand] if step.ins else None
     # One value that is cast twice has the same error both times, so it is one rounding.
     if isinstance(slot, int) and (is_cast or operand != RESULT):
-      key = casts.setdefault((slot, dtype.name), key)
+      key = casts.setdefault((slot, format.name), key)
     places.keys.setdefault(step.number, {})[operand] = key
     if key not in places.roundings:
-      places.roundings[key] = Rounding(step, operand, dtype)
+      places.roundings[key] = Rounding(step, operand, format)
       places.lengths[key] = around
 
   def walk(body: Body, exact: Mapping[int, bool], around: tuple[int, ...]) -> list[bool]:
@@ -186,10 +209,10 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
           rounded.update(dict.fromkeys(step.outs, False))
           continue
         for i in unrounded:
-          add(step, i, aval_of(step.eqn.invars[i]).dtype, around)
-        low = [v for v in step.eqn.outvars if is_low(v.aval)]
-        if low and not (is_cast and _widens(step)):
-          add(step, RESULT, aval_of(low[0]).dtype, around)
+          add(step, i, _format(dtype_of(step.eqn.invars[i])), around)
+        format = _format_of_results(step)
+        if format is not None and not (is_cast and _widens(step)):
+          add(step, RESULT, format, around)
         outs = [True] * len(step.outs)
       rounded.update(zip(step.outs, outs, strict=True))
     return [not isinstance(x, int) or rounded.get(x, True) for x in body.outputs]
@@ -202,6 +225,14 @@ def _iterations_of(step: Step, bounds: Mapping[int, int]) -> tuple[int, ...]:
   if step.holds is Holds.SCAN:
     return (step.inner[0].times or 0,)
   return (bounds[step.number],) if step.number in bounds else ()
+
+
+def _format_of_results(step: Step) -> Format | None:
+  """Returns the format that the results of a step are rounded to; None if to none."""
+  if step.eqn.primitive is format_rounding_p:
+    rounded = functools.partial(format_rounding_p.bind, **step.eqn.params)
+    return Format(*format_of(step.eqn), math.inf, rounded)
+  return next((_format(dtype_of(v)) for v in step.eqn.outvars if is_low(v.aval)), None)
 
 
 def _widens(step: Step) -> bool:
@@ -260,6 +291,8 @@ class _InFloat32(Observer):
     # For the backward pass of a loss it is a constant, and its roundings change the loss.
     if step.eqn.primitive is p.stop_gradient_p:
       return wide
+    if step.eqn.primitive is format_rounding_p:
+      return [self.rounded(keys[RESULT], *wide)] if RESULT in keys else wide
     if step.number in self.blocked:
       wide = [*map(jax.lax.stop_gradient, wide)]
     if (computed := AS_COMPUTED.get(step.eqn.primitive)) is not None:
@@ -283,7 +316,7 @@ class _Recorded(_InFloat32):
     super().__init__(places, blocked, self._cast)
 
   def _cast(self, key: Key, x: Array) -> Array:
-    return x.astype(self.places.roundings[key].dtype).astype(x.dtype)
+    return self.places.roundings[key].format.rounded(x)
 
   def nothing(self) -> dict[str, dict[Any, Any]]:
     return {"decisions": {}, "largest": {}}
@@ -324,7 +357,7 @@ class _Replayed(_Recorded):
     return one
 
   def note(self, key: Key, x: Array) -> Array:
-    if self.places.roundings[key].dtype == jnp.float16:
+    if self.places.roundings[key].format.name == "float16":
       self.seen["largest"][key] = jnp.max(jnp.abs(jnp.where(jnp.isfinite(x), x, 0)), initial=0)
     return x
 
@@ -390,7 +423,7 @@ class _Perturbed(_InFloat32):
     own = varying_axes(jax.typeof(factor))
     axes = tuple(axis for axis in varying_axes(jax.typeof(x)) if axis not in own)
     varying = jax.lax.pcast(factor, axes, to="varying") if axes else factor
-    return _moved(self.places.roundings[key].dtype, x, varying)
+    return _moved(self.places.roundings[key].format.rounded, x, varying)
 
 
 class _Counted(Observer):
@@ -422,19 +455,19 @@ class _Counted(Observer):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(dtype: DType, x: Array, factor: Array) -> Array:
+def _moved(rounded: Rounded, x: Array, factor: Array) -> Array:
   """Returns `x + factor * (rounded(x) - x)` at a factor of 0."""
   return x
 
 
-def _moved_forward(dtype: DType, x: Array, factor: Array) -> tuple[Array, Array]:
+def _moved_forward(rounded: Rounded, x: Array, factor: Array) -> tuple[Array, Array]:
   return x, x
 
 
-def _moved_backward(dtype: DType, x: Array, cotangent: Array) -> tuple[Array, Array]:
+def _moved_backward(rounded: Rounded, x: Array, cotangent: Array) -> tuple[Array, Array]:
   # The error is computed again here, so that no rounding needs memory of its own: other operations
   # keep the value anyway. It is infinite for an overflow, which is reported by itself.
-  error = x.astype(dtype).astype(x.dtype) - x
+  error = rounded(x) - x
   return cotangent, jnp.sum(cotangent * jnp.where(jnp.isfinite(error), error, 0))
 
 
@@ -638,7 +671,7 @@ def _measured(
   rounded, decisions = with_roundings(wide)
   results, squares = changes(factors, wide)
   replayed, notes = results, {"decisions": {}, "largest": {}}
-  if decisions or any(each.dtype == jnp.float16 for each in places.roundings.values()):
+  if decisions or any(each.format.name == "float16" for each in places.roundings.values()):
     replayed, notes = with_decisions(wide, decisions)
   return results, rounded, replayed, notes, squares
 

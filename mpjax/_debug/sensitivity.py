@@ -120,8 +120,7 @@ def _traced(
 
   See `errors_of` for the second. A loss is differentiated.
   """
-  # Low precision rounds the numbers of a function too.
-  record = AuditRecord(shows_numbers=True)
+  record = AuditRecord(shows_roundings=True)
   with AUDIT(record):
     program, outputs = call.traced(fn)
   is_low = bool(lows_of(Graph(program)))
@@ -256,7 +255,7 @@ def _rows(
       source=each.step.location.source,
       operation=_name(each.step),
       direction=each.step.location.direction,
-      dtype=each.dtype.name,
+      dtype=each.format.name,
     )
     groups.setdefault(row, []).append(each)
   rows = [

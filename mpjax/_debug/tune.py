@@ -186,7 +186,7 @@ def _tuned(
     """Returns the program of the gradient, and the positions of the gradients in its results."""
     fn = with_models_under(loss_fn, policy, rules)
     fn = fn if has_models else autocast(named, policy, rules=rules)
-    with AUDIT(AuditRecord(shows_numbers=True)):
+    with AUDIT(AuditRecord(shows_roundings=True)):
       program, outputs = call.traced(gradient_of(fn, scale))
     # The program returns ((loss, aux), gradients).
     return program, [*range(sum(path[0] == "0" for path in outputs), len(outputs))]
@@ -220,7 +220,7 @@ def _tuned(
     for each in errors.roundings:
       path = rule_paths.get(each.step.location.path, each.step.location.path)
       contributions[path] = math.hypot(contributions.get(path, 0.0), each.contribution)
-      if each.dtype == jnp.float16:
+      if each.format.name == "float16":
         left = float(jnp.finfo(jnp.float16).max) / each.largest if each.largest else math.inf
         headroom[path] = min(headroom.get(path, math.inf), left)
     evaluation = Evaluation(

@@ -477,7 +477,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "opaque",
     "The code has chosen operands of eight bits or fewer, and their scales.",
-    "scaled_dot scaled_matmul scaled_matmul_wrapper",
+    "format_rounding scaled_dot scaled_matmul scaled_matmul_wrapper",
     Row("block_scaled_dot", flops="scaled_dot", holds=Holds.PLATFORM),
   ),
   Family(

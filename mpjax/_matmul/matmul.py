@@ -311,8 +311,7 @@ class RecipeMatmul(Matmul):
   ) -> tuple[Array, Sequence[Sequence[Array]]]:
     with jax.named_scope(self.scope("forward")):
       if moving:
-        # A derivative of this code would differentiate the rounding: NaN in float8, 0 in int8.
-        x, w = (first_order_p.bind(each, rule=self) for each in (x, w))
+        x, w = map(self.once_differentiable, (x, w))
       pair = (_only_in_groups(x, self.axes.ragged, sizes), w)
       layouts = self.layouts(dict(self.params), pair, first=0)
       left, right = (
@@ -323,6 +322,11 @@ class RecipeMatmul(Matmul):
       kept = [self._kept(side, pair[1 - side], (right, left)[side], sizes) for side in moving]
       multiply = self.multiply(self.primitive, dict(self.params), layouts, pair, sizes)
       return self.product(multiply, left, right, self.half), kept
+
+  def once_differentiable(self, x: Array) -> Array:
+    """Returns an operand that refuses a derivative of the code that computes with it."""
+    # The rounding would be differentiated: NaN in float8, 0 in int8.
+    return first_order_p.bind(x, rule=self)
 
   def multiply(
     self,
@@ -337,15 +341,18 @@ class RecipeMatmul(Matmul):
       return functools.partial(_product, primitive, params, sizes)
     return functools.partial(_product_of_stacks, primitive, params, layouts, operands, sizes)
 
+  def is_requantised(self, side: int, scaled: Scaled) -> bool:
+    """Whether the gradient of the operand `side` needs other scales of the other operand."""
+    # It sums over other axes of that than the result does, and scales are constant along a sum.
+    return scaled.scale is not None and scaled.scale.ndim > 0
+
   def _kept(
     self, side: int, other: Array, scaled: Scaled, sizes: Sequence[Array]
   ) -> Sequence[Array]:
     """Returns the residuals of the other operand for the gradient of the operand `side`."""
     if self.why_not_gradient(side) is not None:
       scaled = Scaled(jax.lax.convert_element_type(other, self.half))
-    elif scaled.scale is not None and scaled.scale.ndim > 0:
-      # The gradient sums over other axes of this operand than the result does. Scales are constant
-      # along a sum, so the operand is quantised again.
+    elif self.is_requantised(side, scaled):
       layout = self._layout_kept(1 - side)
       scaled = self.quantised(other, layout, self.role_of(1 - side), self.product_of(side))
     # Users can save these residuals by the name of the recipe in a policy of `jax.checkpoint`.
@@ -410,9 +417,7 @@ class RecipeMatmul(Matmul):
     reason = self.why_not_gradient(side)
     sums = 0
     other, sizes = self.split(others)
-    # One matmul can sum over mapped axes if there is no scale, or one for each index of these axes,
-    # which `_multiplied` applies to the cotangent before the sum.
-    if not sizes and (other.scale is None or other.scale.ndim == sum(lv[2] for lv in levels)):
+    if not sizes and self.sums_examples(side, other, levels):
       # These axes are the innermost `vmap`s that do not map over the operand.
       sums = len(list(itertools.takewhile(lambda level: not level[0], levels)))
       # Int8 sums of more products could overflow: each example then has a matmul of its own.
@@ -425,6 +430,12 @@ class RecipeMatmul(Matmul):
       call = each if mapped else lambda *args, each=each: jnp.sum(each(*args), axis=0)
     with jax.named_scope(self.scope(self.product_of(side))), self.left_out(reason):
       return call(cotangent, *others)
+
+  def sums_examples(self, side: int, other: Scaled, levels: Levels) -> bool:
+    """Whether one matmul of the gradient can sum over the `vmap`s that do not map the operand."""
+    # There must be no scale, or one for each index of these axes, which `_multiplied` applies to
+    # the cotangent before the sum.
+    return other.scale is None or other.scale.ndim == sum(level[2] for level in levels)
 
   def refuse_second_order(self) -> None:
     """Raises the error for a second derivative."""

@@ -144,12 +144,13 @@ class AuditRecord:
     rules: how many modules each rule picked.
     hidden: how many modules each rule matched that an earlier rule picked.
     uses: "autocast" and "loss scale", if the function uses them.
-    shows_numbers: whether a number that low precision rounds has a cast in the jaxpr. Otherwise the
-      rewriter writes the rounded number.
+    shows_roundings: whether each rounding is an operation of the jaxpr. A number that low
+      precision rounds has a cast, and an operand that a recipe quantises a `format_rounding`.
+      Otherwise the rewriter writes the rounded number, and the steps of the recipe.
   """
 
-  def __init__(self, *, shows_numbers: bool = False) -> None:
-    self.shows_numbers = shows_numbers
+  def __init__(self, *, shows_roundings: bool = False) -> None:
+    self.shows_roundings = shows_roundings
     self.uses: set[str] = set()
     self.modules: dict[str, AuditedModule] = {}
     self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
