@@ -58,6 +58,7 @@ class ShownMatmul(RecipeMatmul):
     primitive: Primitive,
     params: Mapping[str, Any],
     layouts: Sequence[Layout],
+    told: Sequence[Operand],
     operands: Sequence[Any],
     sizes: Sequence[Array],
   ) -> Multiply:
@@ -98,8 +99,8 @@ def format_of(eqn: JaxprEqn) -> tuple[str, float]:
   # normal numbers, the largest is sqrt(12) times the root mean square, and both factors cancel.
   block = rule.recipe.block
   ones = jnp.ones([1] * (like.ndim - mapped) if block is None else [1, block, block], like.dtype)
-  summed = params["layout"].summed if block is None else (2,)
-  values, *_ = rule.recipe.quantise(ones, Operand(summed, params["role"], params["product"]))
+  operand = Operand(rule.summed(params["layout"]), params["role"], params["product"])
+  values, *_ = rule.recipe.quantise(ones, operand)
   return name, 1 / float(jnp.max(jnp.abs(values)))
 
 

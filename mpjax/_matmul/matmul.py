@@ -275,15 +275,14 @@ class RecipeMatmul(Matmul):
 
   def quantised(self, x: Array, layout: Layout, role: OperandRole, product: Product) -> Scaled:
     """Returns an operand in the format, as a stack of matrices if the format has blocks."""
-    block, summed = self.recipe.block, layout.summed
-    if block is not None:
-      x, summed = stacked(x, layout, block), (2,)
-    scaled = self.recipe.quantise(x, Operand(summed, role, product))
+    block = self.recipe.block
+    array = x if block is None else stacked(x, layout, block)
+    scaled = self.recipe.quantise(array, Operand(self.summed(layout), role, product))
     # A user may have written the recipe. JAX would fail later, without the name of the method.
-    if not isinstance(scaled, tuple) or getattr(scaled[0], "shape", None) != x.shape:
+    if not isinstance(scaled, tuple) or getattr(scaled[0], "shape", None) != array.shape:
       raise MpjaxTypeError(
         f"quantise(x, operand) of the recipe {self.recipe.name!r}",
-        expected=f"a tuple of values with the shape {x.shape} of x, and their scale",
+        expected=f"a tuple of values with the shape {array.shape} of x, and their scale",
         got=kind_of(scaled[0] if isinstance(scaled, tuple) else scaled),
         fix="Return values, scale: the elements of x divided by their scale, in place.",
       )
@@ -320,7 +319,10 @@ class RecipeMatmul(Matmul):
       )
       # The gradient of an operand is computed from the other one.
       kept = [self._kept(side, pair[1 - side], (right, left)[side], sizes) for side in moving]
-      multiply = self.multiply(self.primitive, dict(self.params), layouts, pair, sizes)
+      told = [
+        Operand(self.summed(each), self.role_of(i), "forward") for i, each in enumerate(layouts)
+      ]
+      multiply = self.multiply(self.primitive, dict(self.params), layouts, told, pair, sizes)
       return self.product(multiply, left, right, self.half), kept
 
   def once_differentiable(self, x: Array) -> Array:
@@ -333,13 +335,19 @@ class RecipeMatmul(Matmul):
     primitive: Primitive,
     params: Mapping[str, Any],
     layouts: Sequence[Layout],
+    told: Sequence[Operand],
     operands: Sequence[Any],
     sizes: Sequence[Array],
   ) -> Multiply:
-    """Returns a function that multiplies two scaled arrays in place of these operands."""
+    """Returns a function that multiplies two scaled arrays in place of these operands.
+
+    `told` is what the recipe was told of them.
+    """
     if self.recipe.block is None:
       return functools.partial(_product, primitive, params, sizes)
-    return functools.partial(_product_of_stacks, primitive, params, layouts, operands, sizes)
+    restore = [functools.partial(self.restored, operand=each) for each in told]
+    call = primitive, params, layouts, restore, operands, sizes
+    return functools.partial(_product_of_stacks, *call)
 
   def is_requantised(self, side: int, scaled: Scaled) -> bool:
     """Whether the gradient of the operand `side` needs other scales of the other operand."""
@@ -402,12 +410,19 @@ class RecipeMatmul(Matmul):
     values = jax.lax.convert_element_type(values, FLOAT32)
     for scale in (None if is_stacked else scaled.scale, scaled.of_tensor):
       values = values if scale is None else values * scale
-    if isinstance(self.recipe, Transforms):
-      summed = layout.summed if self.recipe.block is None else (2,)
-      values = self.recipe.restored(values, Operand(summed, role, product))
+    values = self.restored(values, Operand(self.summed(layout), role, product))
     if not is_stacked:
       return values
     return placed(unstacked(values, layout, like.shape), tuple(like.sharding.spec))
+
+  def restored(self, values: Array, operand: Operand) -> Array:
+    """Returns dequantised values as they were before the recipe transformed them."""
+    recipe = self.recipe
+    return recipe.restored(values, operand) if isinstance(recipe, Transforms) else values
+
+  def summed(self, layout: Layout) -> Sequence[int]:
+    """Returns the axes that a matmul sums over, of the array that the recipe quantises."""
+    return layout.summed if self.recipe.block is None else (2,)
 
   def gradient(
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
@@ -488,7 +503,13 @@ def _multiplied(
       other if i in positions else matmul.quantised(x, layouts[i], "gradient", product)
       for i, x in enumerate(operands[:2])
     )
-    call = matmul.multiply(eqn.primitive, eqn.params, layouts, types, operands[2:])
+    told = [
+      Operand(
+        matmul.summed(each), matmul.role_of(1 - side) if i in positions else "gradient", product
+      )
+      for i, each in enumerate(layouts)
+    ]
+    call = matmul.multiply(eqn.primitive, eqn.params, layouts, told, types, operands[2:])
     return matmul.product(call, left, right, out)
 
   # The operand is not mapped in these `vmap`s, and the residual is.
@@ -537,6 +558,7 @@ def _product_of_stacks(
   primitive: Primitive,
   params: Mapping[str, Any],
   layouts: Sequence[Layout],
+  restore: Sequence[Callable[[Array], Array]],
   operands: Sequence[Any],
   sizes: Sequence[Array],
   left: Scaled,
@@ -546,10 +568,12 @@ def _product_of_stacks(
   """Returns the product of two stacks of matrices with scales in blocks, in float32."""
   pair = (left, right)
   if sizes:
-    # No library multiplies groups of rows with scales in blocks.
+    # No library multiplies groups of rows with scales in blocks. A transform along the sum would
+    # mix the rows of groups.
+    matrices = [dequantised(*each[:2]) for each in pair]
     wide = [
-      unstacked(dequantised(*each[:2]), layout, operand.shape)
-      for each, layout, operand in zip(pair, layouts, operands, strict=True)
+      unstacked(jax.lax.convert_element_type(back(x), x.dtype), layout, operand.shape)
+      for x, back, layout, operand in zip(matrices, restore, layouts, operands, strict=True)
     ]
     params = {**params, "precision": None, "preferred_element_type": FLOAT32}
     with jax.named_scope(EMULATED):

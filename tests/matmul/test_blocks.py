@@ -162,6 +162,18 @@ def test_forward_mode_multiplies_by_the_operand_before_the_hadamard_transform(fo
   assert np.linalg.norm(tangent(w) - exact) < 0.2 * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize("format", [mpjax.NVFP4(), mpjax.NVFP4(hadamard=False)], ids=str)
+def test_groups_of_any_size_have_gradients_of_their_own(format):
+  sizes = np.array([20, 30, 14], np.int32)
+  w, x, t = normal(1, (3, 64, 64)), halves(0, (64, 64)), normal(2, (64, 64))
+
+  def loss(w, x):
+    return jnp.sum(t * jax.lax.ragged_dot(jnp.asarray(x, jnp.float32), w, sizes))
+
+  found, exact = (jax.jit(jax.grad(fun))(w, x) for fun in (under(loss, matmul=format), loss))
+  assert np.linalg.norm(found - exact) < 0.3 * np.linalg.norm(exact)
+
+
 # Which matmuls.
 
 
