@@ -140,7 +140,12 @@ class TuneReport(Report):
       asked = f"with {_times(self.required_headroom)} asked for"
       lines.append(f"Float16 values may grow {_times(self.headroom)} times, {asked}.")
     columns = ("module", "error", "headroom", "FLOPs", "in")
-    ranked = sorted(self.modules, key=lambda module: -module.error)
+
+    # Modules without the headroom need another format whatever their error is. NaN is no headroom.
+    def rank(module: ModuleReport) -> tuple[bool, float]:
+      return not module.headroom < self.required_headroom, -module.error
+
+    ranked = sorted(self.modules, key=rank)
     title = f"Error that each module causes in {self._name_of(self.policies[0])}"
     return Section(title, tuple(lines), columns, tuple(map(self._row, ranked)), MOST)
 
