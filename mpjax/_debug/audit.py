@@ -25,10 +25,11 @@ from mpjax._debug.audit_tables import (
   residual_bytes,
 )
 from mpjax._debug.collectives import compiled_collectives
-from mpjax._debug.findings import DTYPES, Finding, summed_over_layers, unnumbered
+from mpjax._debug.findings import DTYPES, Finding, summed_over_layers
 from mpjax._debug.leaks import find_leaks
 from mpjax._debug.lossy import find_lossy
 from mpjax._debug.not_entered import UNKNOWN, find_kernels, is_unknown_in_float32
+from mpjax._debug.paths import unnumbered
 from mpjax._debug.report import MOST, Advance, Pending, Report, Section, amount, percent, rest
 from mpjax._jaxpr.count import sums_few_products
 from mpjax._jaxpr.graph import Graph, Operation

@@ -321,7 +321,7 @@ class Finder:
       return f"mpjax.full_precision(fn)(x)  # for the code of {source},"
     if not path:
       return "a jax.named_scope here and a Rule with its path  #"
-    rule = Rule(EXACT_FLOAT32, path=selector(module or path, rule_paths_of(self.graph)))
+    rule = Rule(EXACT_FLOAT32, path=selector([module or path], rule_paths_of(self.graph)))
     return f"{rule}  #"
 
 

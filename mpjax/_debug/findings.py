@@ -1,9 +1,9 @@
 """The rows of an audit, and how it adds up rows that are alike."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from mpjax._debug.paths import merged, unnumbered
 from mpjax._jaxpr.locations import Direction, Source
 
 DTYPES = ("params", "activations", "gradients")
@@ -64,19 +64,6 @@ def summed(rows: Iterable[Finding]) -> tuple[Finding, ...]:
 def summed_over_layers(rows: Iterable[Finding]) -> tuple[Finding, ...]:
   """Returns one row for rows that also differ in the numbers of their paths: "block_* (4)"."""
   return _largest_first([_sum_of_layers(group) for group in _groups(rows, _without_numbers)])
-
-
-def unnumbered(name: str) -> str:
-  """Returns a name with "*" for each number in it."""
-  # Layers of one kind, such as "block_0" and "block_1", differ in numbers only.
-  return re.sub(r"\d+", "*", name)
-
-
-def merged(names: Sequence[str]) -> str:
-  """Returns one name for names that differ only in numbers, with "*" where they differ."""
-  # The names have as many numbers, so their parts correspond.
-  parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-  return "".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
 
 
 def _groups(

@@ -1,6 +1,7 @@
-"""Paths of modules as text, such as "encoder/block_0/mlp": which is inside of which."""
+"""Paths of modules as text, such as "encoder/block_0/mlp": which are inside of which, or alike."""
 
 import itertools
+import re
 from collections.abc import Sequence
 
 from mpjax._core.leaves import Path
@@ -46,3 +47,16 @@ def shared_names(paths: Sequence[Sequence[str]]) -> Path:
   """
   alike = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
   return tuple(first for first, *_ in alike)
+
+
+def unnumbered(name: str) -> str:
+  """Returns a name with "*" for each number in it."""
+  # Layers of one kind, such as "block_0" and "block_1", differ in numbers only.
+  return re.sub(r"\d+", "*", name)
+
+
+def merged(names: Sequence[str]) -> str:
+  """Returns one name for names that differ only in numbers, with "*" where they differ."""
+  # The names have as many numbers, so their parts correspond.
+  parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+  return "".join(same[0] if len(set(same)) == 1 else "*" for same in parts)

@@ -1,7 +1,8 @@
-"""The paths that rules match at the scopes of a program, and the rule that selects one of them."""
+"""The paths that rules match at the scopes of a program, and the globs that select some of them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from mpjax._debug.paths import merged, unnumbered
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import MODULE
 from mpjax._policy.rules import glob_of, matches_glob, with_enclosing
@@ -22,13 +23,39 @@ def rule_paths_of(graph: Graph) -> dict[str, str]:
   }
 
 
-def selector(path: str, rule_paths: Mapping[str, str]) -> str:
-  """Returns the shortest glob that matches the path of a module, and no other one."""
-  every = with_enclosing(rule_paths.values()) | {path}
-  names = path.split("/") if path else []
+def layers_of(paths: Iterable[str], others: Collection[str]) -> list[tuple[str, ...]]:
+  """Returns paths in groups, of which one glob selects each.
+
+  Layers that differ in their numbers alone are a group, unless their glob matches one of `others`.
+
+  >>> layers_of(["block_0/mlp", "block_1/mlp", "head"], others=["block_0"])
+  [('block_0/mlp', 'block_1/mlp'), ('head',)]
+  """
+  alike: dict[str, list[str]] = {}
+  for path in paths:
+    alike.setdefault(unnumbered(path), []).append(path)
+  groups: list[tuple[str, ...]] = []
+  for group in alike.values():
+    glob = glob_of_layers(group)
+    if any(matches_glob(glob, other) for other in others):
+      groups += [(path,) for path in group]
+    else:
+      groups.append((*group,))
+  return groups
+
+
+def glob_of_layers(paths: Sequence[str]) -> str:
+  """Returns a glob for paths that differ in numbers alone, with "*" where they do."""
+  return merged([*map(glob_of, paths)])
+
+
+def selector(paths: Sequence[str], rule_paths: Mapping[str, str]) -> str:
+  """Returns the shortest glob that matches only the paths of a group of `layers_of`."""
+  every = with_enclosing(rule_paths.values()) | {*paths}
+  full = glob_of_layers(paths)
+  names = full.split("/") if full else []
   # The last name is easiest to read. Then try longer tails.
-  tails = (f"**/{glob_of('/'.join(names[i:]))}" for i in reversed(range(len(names))))
-  for glob in tails:
-    if [each for each in every if matches_glob(glob, each)] == [path]:
+  for glob in (f"**/{'/'.join(names[i:])}" for i in reversed(range(len(names)))):
+    if {each for each in every if matches_glob(glob, each)} == {*paths}:
       return glob
-  return glob_of(path)
+  return full

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import NumpyArray
-from mpjax._debug.findings import merged, unnumbered
+from mpjax._debug.paths import merged, unnumbered
 from mpjax._debug.report import Report, Section, percent
 from mpjax._jaxpr.locations import Direction, Source
 

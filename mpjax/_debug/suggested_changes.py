@@ -2,17 +2,18 @@
 
 import ast
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpjax._autocast.scopes import LAYER_ENDS
 from mpjax._debug.paths import is_within
+from mpjax._debug.selectors import glob_of_layers, layers_of
 from mpjax._jaxpr.compat import frames_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
 from mpjax._jaxpr.steps import Step
 from mpjax._policy.policy import EXACT_FLOAT32
-from mpjax._policy.rules import Rule, glob_of
+from mpjax._policy.rules import Rule
 
 _LAYERS = ("/flax/linen/", "/flax/nnx/")
 """Files of layers. Their operations have no line of the user, so the cure is a rule."""
@@ -27,10 +28,12 @@ class Cure(NamedTuple):
   Fields:
     code: the change, to be pasted: a `Rule`, or a statement inside `mpjax.full_precision`.
     covers: whether it makes an operation float32.
+    path: the path of the first module that a rule selects; None for other changes.
   """
 
   code: str
   covers: Callable[[Step], bool]
+  path: str | None = None
 
 
 def cure_of(step: Step) -> Cure:
@@ -48,10 +51,7 @@ def cure_of(step: Step) -> Cure:
   """
   path, source = module_of(step), step.location.source
   if path is not None and (source is None or _is_in_layer(step)):
-    return Cure(
-      repr(Rule(EXACT_FLOAT32, path=glob_of(path) or "**")),
-      lambda other: (inner := module_of(other)) is not None and is_within(inner, path),
-    )
+    return _rule_for((path,))
   code = wrapped_in_full_precision(source)
   if source is None:
     return Cure(code, lambda other: other is step)
@@ -66,6 +66,51 @@ def cure_of(step: Step) -> Cure:
     return line is not None and line.file == source.file and first <= line.line <= last
 
   return Cure(code, covers)
+
+
+def joined(cures: Sequence[Cure], steps: Sequence[Step]) -> list[Cure]:
+  """Returns the fewest cures that do what some do.
+
+  One rule is for all layers of a kind, if at least half of them need it. Layers of a kind differ in
+  the numbers of their paths alone, and have the same lines.
+
+  Args:
+    cures: the cures.
+    steps: the operations of the program.
+  """
+  lines: dict[str, set[Source | None]] = {}
+  for step in steps:
+    if (path := module_of(step)) is not None:
+      lines.setdefault(path, set()).add(step.location.source)
+  kinds: dict[frozenset[Source | None], list[str]] = {}
+  for path, of_path in lines.items():
+    kinds.setdefault(frozenset(of_path), []).append(path)
+  rules: dict[str, Cure] = {each.path: each for each in cures if each.path is not None}
+  for alike in kinds.values():
+    for paths in layers_of(alike, lines.keys() - {*alike}):
+      needed = [path for path in paths if path in rules]
+      if len(paths) > 1 and 2 * len(needed) >= len(paths):
+        rule = _rule_for(paths)
+        rules.update(dict.fromkeys(needed, rule))
+  # A rule stands where that of its first layer stood.
+  every = [*dict.fromkeys(each if each.path is None else rules[each.path] for each in cures)]
+  # A line may be part of a module, or call one.
+  covered = {each: {step.number for step in steps if each.covers(step)} for each in every}
+  for each in (*every,):
+    others = (covered[other] for other in every if other is not each)
+    if covered[each] <= set[int]().union(*others):
+      every.remove(each)
+  return every
+
+
+def _rule_for(paths: tuple[str, ...]) -> Cure:
+  """Returns the rule that runs modules in float32."""
+
+  def covers(step: Step) -> bool:
+    inner = module_of(step)
+    return inner is not None and any(is_within(inner, path) for path in paths)
+
+  return Cure(repr(Rule(EXACT_FLOAT32, path=glob_of_layers(paths) or "**")), covers, paths[0])
 
 
 def _function_of(step: Step) -> tuple[str, str] | None:

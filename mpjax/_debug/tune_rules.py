@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from mpjax._debug.selectors import selector
+from mpjax._debug.selectors import layers_of, selector
 from mpjax._debug.tune_formats import FLOAT32_POLICY
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule, with_enclosing
@@ -20,18 +20,25 @@ def rules_for(
   # In Linen a model of one module has no name that selects it.
   if len(others) == 1 and policy not in formats.values():
     return (Rule(*others, path="**"),)
-  upgrades, kept = list[Rule](), list[Rule]()
+  chosen: dict[tuple[Policy, bool], list[str]] = {}
   for path, policy_of_path in formats.items():
     # A module has the rule of the nearest one around it.
     outside = [other for other in with_enclosing([path]) & formats.keys() if other != path]
     # The longest path around a module is the nearest.
     inherited = formats[max(outside, key=len)] if outside else policy
     if policy_of_path != inherited:
-      rule = Rule(_inside(policy_of_path, inherited), path=selector(path, rule_paths))
-      # A rule with the base policy exempts a module from the rule around it.
-      group = kept if policy_of_path == policy else upgrades
-      group.append(rule)
-  # Each rule selects one path, so that their order is free: upgrades are read first.
+      key = _inside(policy_of_path, inherited), policy_of_path == policy
+      chosen.setdefault(key, []).append(path)
+  every = with_enclosing(rule_paths.values()) | formats.keys()
+  upgrades, kept = list[Rule](), list[Rule]()
+  for (policy_of_paths, is_kept), paths in chosen.items():
+    rules = [
+      Rule(policy_of_paths, path=selector(layers, rule_paths))
+      for layers in layers_of(paths, every - {*paths})
+    ]
+    # A rule with the base policy exempts a module from the rule around it.
+    (kept if is_kept else upgrades).extend(rules)
+  # No two rules select the same path, so that their order is free: upgrades are read first.
   return (*upgrades, *kept)
 
 

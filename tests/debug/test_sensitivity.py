@@ -117,6 +117,33 @@ def test_the_rule_that_cures_a_flax_layer_has_the_error_that_was_promised():
   assert 0.5 < report.predicted_with_cures / after < 2
 
 
+def cures_of_layers(large):
+  """The cures of a model with a layer for each angle, which is large or not."""
+
+  class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for i, is_large in enumerate(large):
+        y = nn.Dense(8, name=f"angle_{i}")(x)
+        x = x + jnp.sin(100 * y if is_large else y)
+      return x
+
+  x = normal(4, 8)
+  params = Layers().init(jax.random.key(0), x)
+  model = mpjax.with_policy(Layers(), "mixed_bfloat16")
+  return mpjax.sensitivity(lambda p: jnp.sum(model.apply(p, x)))(params).cures
+
+
+@pytest.mark.parametrize(
+  ("large", "paths"),
+  [((1, 1, 0, 0), ["angle_*"]), ((1, 0, 0, 0), ["angle_0"])],
+  ids=["half", "fewer"],
+)
+def test_layers_of_a_kind_share_a_rule_if_half_of_them_need_it(large, paths):
+  rules = [eval(code, {"mpjax": mpjax}) for code in cures_of_layers(large) if "Rule(" in code]
+  assert [rule.path for rule in rules] == paths
+
+
 # Each case is a function, the line of the culprit, and the arguments.
 CASES = {
   "angle": ("angle = x @ w\nreturn jnp.sum(jnp.sin(40 * angle))", "angle = x @ w"),
