@@ -688,7 +688,7 @@ def _measured(
     outs, notes = run(body, xs, _Replayed(places, blocked, decisions))
     return counted(outs), notes
 
-  @functools.partial(compiled_as_written, runs_long=True)
+  @compiled_as_written
   def changes(seed: Array, xs: Sequence[Array]) -> Any:
     observer = functools.partial(_Perturbed, places, blocked, bounds=bounds)
     results, pull = jax.vjp(
