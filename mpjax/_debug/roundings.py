@@ -282,12 +282,14 @@ def _is_inexact(atom: Any) -> bool:
 
 
 class _InFloat32(Observer):
-  """Runs a program in float32, with some function of each value that is rounded."""
+  """Runs a program in float32."""
 
-  def __init__(
-    self, places: _Places, blocked: Collection[int], rounded: Callable[[Key, Array], Array]
-  ) -> None:
-    self.places, self.blocked, self.rounded = places, blocked, rounded
+  def __init__(self, places: _Places, blocked: Collection[int]) -> None:
+    self.places, self.blocked = places, blocked
+
+  def rounded(self, key: Key, x: Array) -> Array:
+    """Returns what the program goes on with where a value is rounded."""
+    return x
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
     keys = self.places.keys.get(step.number, {})
@@ -311,62 +313,74 @@ class _InFloat32(Observer):
     return [self.rounded(keys[RESULT], x) if is_low(v.aval) else x for x, v in low]
 
 
+class _Rounded(_InFloat32):
+  """Makes all roundings."""
+
+  def rounded(self, key: Key, x: Array) -> Array:
+    return self.places.roundings[key].format.rounded(x)
+
+
+class _Largest(_InFloat32):
+  """Notes the largest finite magnitude of each value that is rounded to float16."""
+
+  def nothing(self) -> dict[Key, Array]:
+    roundings = self.places.roundings.items()
+    return {key: jnp.float32(0) for key, each in roundings if each.format.name == "float16"}
+
+  def rounded(self, key: Key, x: Array) -> Array:
+    if key in self.seen:
+      magnitudes = jnp.abs(jnp.where(jnp.isfinite(x), x, 0)).astype(jnp.float32)
+      self.seen[key] = jnp.maximum(self.seen[key], jnp.max(magnitudes, initial=0))
+    return x
+
+  def merge(self, one: PyTree, other: PyTree) -> PyTree:
+    return jax.tree.map(jnp.maximum, one, other)
+
+  def of_devices(self, seen: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.max(x, axis=0), seen)
+
+
 class _Recorded(_InFloat32):
-  """Makes all roundings, and notes the decisions, by the number of their step.
+  """Notes the decisions of another run, by the number of their step.
 
   The iterations of a `while`, branches and devices are not observed.
   """
 
   merges: ClassVar[bool] = False
 
-  def __init__(self, places: _Places, blocked: Collection[int]) -> None:
-    super().__init__(places, blocked, self._cast)
+  def __init__(self, unobserved: _InFloat32) -> None:
+    super().__init__(unobserved.places, unobserved.blocked)
+    self.unobserved = unobserved
 
-  def _cast(self, key: Key, x: Array) -> Array:
-    return self.places.roundings[key].format.rounded(x)
+  def rounded(self, key: Key, x: Array) -> Array:
+    return self.unobserved.rounded(key, x)
 
-  def nothing(self) -> dict[str, dict[Any, Any]]:
-    return {"decisions": {}, "largest": {}}
+  def nothing(self) -> dict[int, Any]:
+    return {}
 
-  def inside(self, seen: Mapping[str, Mapping[Any, Any]]) -> None:
-    for kind, values in seen.items():
-      self.seen[kind].update(values)
+  def inside(self, seen: Mapping[int, Any]) -> None:
+    self.seen.update(seen)
 
   def of_devices(self, seen: PyTree) -> PyTree:
     return self.nothing()
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
     if step.bodies:
-      return run_step(step, ins, _InFloat32(self.places, self.blocked, self.rounded))
+      return run_step(step, ins, self.unobserved)
     outs = super().results_of(step, ins)
     return self.decide(step, outs) if _decides(step) else outs
 
   def decide(self, step: Step, outs: list[Any]) -> list[Any]:
-    self.seen["decisions"][step.number] = outs
+    self.seen[step.number] = outs
     return outs
 
 
 class _Replayed(_Recorded):
-  """Takes the decisions of another run, and notes the share that differs. Nothing is rounded.
+  """Takes the decisions of another run, and notes the share that differs."""
 
-  It also notes the largest magnitude of what would be rounded to float16.
-  """
-
-  def __init__(
-    self, places: _Places, blocked: Collection[int], decisions: Mapping[int, list[Array]]
-  ) -> None:
-    super().__init__(places, blocked)
+  def __init__(self, unobserved: _InFloat32, decisions: Mapping[int, list[Array]]) -> None:
+    super().__init__(unobserved)
     self.decisions = decisions
-
-  def of(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> Self:
-    one = super().of(body, values, enclosing)
-    one.rounded = one.note
-    return one
-
-  def note(self, key: Key, x: Array) -> Array:
-    if self.places.roundings[key].format.name == "float16":
-      self.seen["largest"][key] = jnp.max(jnp.abs(jnp.where(jnp.isfinite(x), x, 0)), initial=0)
-    return x
 
   def slices(self, step: Step) -> Mapping[int, list[Array]]:
     inside = {each.number for body in step.bodies for each in body.every_step()}
@@ -377,11 +391,6 @@ class _Replayed(_Recorded):
     one.decisions = {**self.decisions, **slices}
     return one
 
-  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
-    if step.bodies:
-      return run_step(step, ins, _InFloat32(self.places, self.blocked, lambda key, x: x))
-    return super().results_of(step, ins)
-
   def decide(self, step: Step, outs: list[Any]) -> list[Any]:
     if step.number not in self.decisions:
       return outs
@@ -390,7 +399,7 @@ class _Replayed(_Recorded):
     others = self.decisions[step.number]
     differ = [a != b for a, b, counted in zip(outs, others, counts, strict=True) if counted]
     shares = [jnp.mean(x, dtype=jnp.float32) for x in differ if x.size]
-    self.seen["decisions"][step.number] = functools.reduce(jnp.maximum, shares, jnp.float32(0))
+    self.seen[step.number] = functools.reduce(jnp.maximum, shares, jnp.float32(0))
     return [b if counted else a for a, b, counted in zip(outs, others, counts, strict=True)]
 
 
@@ -404,13 +413,8 @@ class _Perturbed(_InFloat32):
     factors: Mapping[Key, Array],
     bounds: Mapping[int, int],
   ) -> None:
-    super().__init__(places, blocked, self.move)
+    super().__init__(places, blocked)
     self.factors, self.bounds = factors, bounds
-
-  def of(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> Self:
-    one = super().of(body, values, enclosing)
-    one.rounded = one.move
-    return one
 
   def bound(self, step: Step) -> int | None:
     return self.bounds.get(step.number)
@@ -424,7 +428,7 @@ class _Perturbed(_InFloat32):
     one.factors = {**self.factors, **slices}
     return one
 
-  def move(self, key: Key, x: Array) -> Array:
+  def rounded(self, key: Key, x: Array) -> Array:
     factor = self.factors[key]
     # Each device of a `shard_map` has a part of the error, and their sum is the change.
     own = varying_axes(jax.typeof(factor))
@@ -433,10 +437,11 @@ class _Perturbed(_InFloat32):
     return _moved(self.places.roundings[key].format.rounded, x, varying)
 
 
-class _Counted(Observer):
+class _Counted(_InFloat32):
   """Notes the most iterations of each `while`, by its position among those of a program."""
 
   def __init__(self, loops: Sequence[Step]) -> None:
+    super().__init__(_Places({}, {}, {}), ())
     # The condition and the body of a loop are its bodies, and the body runs as often as it goes on.
     self.loops = {id(step.bodies[1]): i for i, step in enumerate(loops)}
 
@@ -446,13 +451,6 @@ class _Counted(Observer):
   def begin(self, body: Body, values: Sequence[Any], enclosing: Enclosing) -> None:
     if id(body) in self.loops:
       self.seen = self.seen.at[self.loops[id(body)]].max(enclosing.indices[-1] + 1)
-
-  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
-    wide = [low_to_float32(x) if is_low(x) else x for x in ins]
-    return [*results_widened(step.eqn, wide)]
-
-  def inside(self, seen: Array) -> None:
-    self.seen = jnp.maximum(self.seen, seen)
 
   def merge(self, one: Array, other: Array) -> Array:
     return jnp.maximum(one, other)
@@ -529,7 +527,7 @@ def errors_of(
     difference = norm_of(x - y for x, y in zip(others, results, strict=True)) / norm
     return difference if math.isfinite(difference) else math.inf
 
-  shares = {number: float(np.mean(x)) for number, x in found.notes["decisions"].items()}
+  shares = {number: float(np.mean(x)) for number, x in found.shares.items()}
   decisions = [Decision(steps[number], share) for number, share in shares.items() if share]
 
   def errors(squares: Mapping[Key, NumpyArray]) -> Errors:
@@ -537,7 +535,7 @@ def errors_of(
     roundings = [
       each._replace(
         contribution=math.sqrt(float(np.sum(squares[key]))) / norm,
-        largest=float(np.max(found.notes["largest"].get(key, 0.0))),
+        largest=float(found.largest.get(key, 0.0)),
       )
       for key, each in places.roundings.items()
     ]
@@ -572,7 +570,7 @@ def before_nonfinite(
   wide = [low_to_float32(x) if is_low(x) else jnp.asarray(x) for x in operands]
   places = _places(body, in_float32, {})
   finite = compiled_as_written(
-    lambda xs: [run(body, xs, _Finite(places, is_on))[1]["finite"] for is_on in (True, False)]
+    lambda xs: [run(body, xs, _Finite(kind(places, ())))[1] for kind in (_Rounded, _InFloat32)]
   )
   with_roundings, without = jax.device_get(finite(wide))
   broken = [n for n in with_roundings if not np.all(with_roundings[n]) and np.all(without[n])]
@@ -598,22 +596,13 @@ def before_nonfinite(
 
 
 class _Finite(_Recorded):
-  """Notes whether the results of each step are finite, with or without roundings."""
-
-  def __init__(self, places: _Places, is_rounded: bool) -> None:
-    super().__init__(places, ())
-    if not is_rounded:
-      self.rounded = lambda key, x: x
-
-  def nothing(self) -> dict[str, dict[Any, Any]]:
-    return {"finite": {}}
+  """Notes whether the results of each step are finite."""
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
     outs = super().results_of(step, ins)
     inexact = [x for x, v in zip(outs, step.eqn.outvars, strict=True) if _is_inexact(v)]
     if inexact:
-      finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in inexact])
-      self.seen["finite"][step.number] = finite
+      self.seen[step.number] = jnp.stack([jnp.all(jnp.isfinite(x)) for x in inexact])
     return outs
 
   def decide(self, step: Step, outs: list[Any]) -> list[Any]:
@@ -649,7 +638,8 @@ class _Found(NamedTuple):
     results: its results that count.
     rounded: these with all roundings.
     replayed: these with the decisions of the program with roundings.
-    notes: the decisions that differ, and the largest magnitudes, see `_Replayed`.
+    shares: the shares of the decisions that differ, by the number of the step.
+    largest: the largest magnitudes of what is rounded to float16.
     squares: the mean squared change of the results by each rounding, from the first projections.
     squares_of_round: returns that from other projections, by their number.
   """
@@ -657,7 +647,8 @@ class _Found(NamedTuple):
   results: list[NumpyArray]
   rounded: list[NumpyArray]
   replayed: list[NumpyArray]
-  notes: Mapping[str, Any]
+  shares: Mapping[int, NumpyArray]
+  largest: Mapping[Key, NumpyArray]
   squares: Mapping[Key, NumpyArray]
   squares_of_round: Callable[[int], Mapping[Key, NumpyArray]]
 
@@ -680,13 +671,17 @@ def _measured(
 
   @compiled_as_written
   def with_roundings(xs: Sequence[Array]) -> tuple[list[Array], PyTree]:
-    outs, recorded = run(body, xs, _Recorded(places, blocked))
-    return counted(outs), recorded["decisions"]
+    outs, decisions = run(body, xs, _Recorded(_Rounded(places, blocked)))
+    return counted(outs), decisions
 
   @compiled_as_written
   def with_decisions(xs: Sequence[Array], decisions: PyTree) -> tuple[list[Array], PyTree]:
-    outs, notes = run(body, xs, _Replayed(places, blocked, decisions))
-    return counted(outs), notes
+    outs, shares = run(body, xs, _Replayed(_InFloat32(places, blocked), decisions))
+    return counted(outs), shares
+
+  @compiled_as_written
+  def magnitudes(xs: Sequence[Array]) -> Mapping[Key, Array]:
+    return run(body, xs, _Largest(places, blocked))[1]
 
   @compiled_as_written
   def changes(seed: Array, xs: Sequence[Array]) -> Any:
@@ -706,13 +701,14 @@ def _measured(
   def squares_of_round(number: int) -> Mapping[Key, NumpyArray]:
     return jax.device_get(changes(np.uint32(number), wide)[1])
 
-  # Three programs, since one would hold the values of all runs at the same time.
+  # Several programs, since one would hold the values of all runs at the same time.
   rounded, decisions = with_roundings(wide)
   results, squares = changes(np.uint32(0), wide)
-  replayed, notes = results, {"decisions": {}, "largest": {}}
-  if decisions or any(each.format.name == "float16" for each in places.roundings.values()):
-    replayed, notes = with_decisions(wide, decisions)
-  return _Found(*jax.device_get((results, rounded, replayed, notes, squares)), squares_of_round)
+  replayed, shares = with_decisions(wide, decisions) if decisions else (results, {})
+  has_float16 = any(each.format.name == "float16" for each in places.roundings.values())
+  largest = magnitudes(wide) if has_float16 else {}
+  found = results, rounded, replayed, shares, largest, squares
+  return _Found(*jax.device_get(found), squares_of_round)
 
 
 _PIECE = 48

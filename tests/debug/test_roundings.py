@@ -241,6 +241,26 @@ def test_a_value_that_is_too_large_for_float16_overflows():
   assert found.measured == np.inf
 
 
+def in_while(x):
+  return jax.lax.while_loop(lambda s: s[0] < 4, lambda s: (s[0] + 1, 10 * s[1]), (0, x))[1]
+
+
+def in_branch(x):
+  return jax.lax.cond(x[0] > 0, lambda x: 1e4 * x, lambda x: x, x)
+
+
+def on_devices(x):
+  mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.shard_map(lambda x: 1e4 * x, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(x)
+
+
+@pytest.mark.parametrize("fn", [in_while, in_branch, on_devices])
+def test_a_value_overflows_wherever_it_is(fn):
+  found = errors(fn, np.full(16, 7, np.float16))
+  assert [each.step.eqn.primitive.name for each in found.roundings if each.overflows] == ["mul"]
+  assert max(each.largest for each in found.roundings) == 7e4
+
+
 def test_roundings_before_the_first_value_that_is_not_finite():
   def fn(x):
     y = low(1 + 1e-4 * jnp.abs(x))
