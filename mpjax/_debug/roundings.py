@@ -416,6 +416,14 @@ class _Perturbed(_InFloat32):
     super().__init__(places, blocked)
     self.factors, self.bounds = factors, bounds
 
+  def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
+    facts = facts_of(step.eqn)
+    # The derivatives of a move and of a matmul are finite.
+    if not (facts.moves or facts.flops or step.eqn.primitive is p.convert_element_type_p):
+      pairs = zip(ins, step.eqn.invars, strict=True)
+      ins = [_with_finite_cotangent(x) if _is_inexact(v) else x for x, v in pairs]
+    return super().results_of(step, ins)
+
   def bound(self, step: Step) -> int | None:
     return self.bounds.get(step.number)
 
@@ -477,6 +485,21 @@ def _moved_backward(rounded: Rounded, x: Array, cotangent: Array) -> tuple[Array
 
 
 _moved.defvjp(_moved_forward, _moved_backward)
+
+
+@jax.custom_vjp
+def _with_finite_cotangent(x: Array) -> Array:
+  """Returns a value whose infinite derivatives count as 0, such as that of a square root at 0.
+
+  They say nothing to first order, and their product with 0 is NaN. Adam takes the square root of 0
+  where a parameter has had no gradient yet.
+  """
+  return x
+
+
+_with_finite_cotangent.defvjp(
+  lambda x: (x, None), lambda _, cotangent: (jnp.where(jnp.isfinite(cotangent), cotangent, 0),)
+)
 
 
 # The errors.

@@ -57,6 +57,24 @@ def test_projections_are_added_where_the_first_ones_miss_the_only_direction(seed
   assert 0.75 < found.predicted / found.measured < 1.33
 
 
+def masked_log(y):
+  return jnp.where(y > 0, jnp.log(y), 0)
+
+
+SLOPES = {"sqrt": (jnp.sqrt, lambda x: 0.5 / np.sqrt(x)), "log": (masked_log, lambda x: 1 / x)}
+
+
+@pytest.mark.parametrize(("fn", "slope"), SLOPES.values(), ids=SLOPES)
+def test_infinite_derivatives_count_as_zero(fn, slope):
+  # Half of the numbers are 0, where the derivative of the function is infinite.
+  x = np.abs(X) * (np.arange(X.size) % 2)
+  found = errors(lambda x: fn(low(x).astype(jnp.float32)), x, projections=MANY)
+  positive = x[x > 0]
+  change = slope(positive) * (rounded(positive) - positive)
+  want = np.linalg.norm(change) / np.linalg.norm(fn(positive))
+  assert found.predicted == pytest.approx(want, rel=0.05)
+
+
 def test_one_value_that_is_cast_twice_is_one_rounding():
   def fn(x):
     return low(x).astype(jnp.float32) - low(x).astype(jnp.float32) + x
