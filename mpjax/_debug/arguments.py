@@ -26,7 +26,7 @@ from mpjax._jaxpr.compat import with_equations, within_scopes
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import Source
 from mpjax._jaxpr.reader import inner_jaxprs, opened, with_inner
-from mpjax._jaxpr.steps import Key
+from mpjax._jaxpr.steps import Key, body_of
 from mpjax._policy.active import AUDIT, AuditRecord
 
 
@@ -173,16 +173,27 @@ class Call:
       ) from error
 
   def returned_loss(self, program: ClosedJaxpr, paths: Sequence[Path]) -> bool:
-    """Whether the function that was traced last returned a floating scalar, or one and aux.
+    """Whether the function that was traced last returned a loss: a floating scalar, or one and aux.
 
-    `program` and `paths` are what `traced` returned.
+    If it has a backward pass inside, such as the loss of a physics-informed network, only a scalar
+    alone is a loss. A training step returns or writes more.
+
+    Args:
+      program: the jaxpr that `traced` returned.
+      paths: the paths that it returned.
     """
     # A tuple is (loss, aux). Its first result has the path "0".
     path_of_loss = ("0",) if issubclass(self.returned.kind, tuple) else ()
     if paths[:1] != [path_of_loss]:
       return False
     first = program.out_avals[0]
-    return first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
+    is_scalar = first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
+    return is_scalar and (len(paths) == 1 or not has_backward_pass(program))
+
+
+def has_backward_pass(program: ClosedJaxpr) -> bool:
+  """Whether a program computes a gradient."""
+  return any(step.location.direction == "backward" for step in body_of(program).every_step())
 
 
 _ARGS = "0"

@@ -139,8 +139,7 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
   operands = [jnp.asarray(x) for x in call.arrays]
   # JAX differentiates by floating arguments only. A counter in the first argument is none.
   moving = [i for i in weights if is_inexact(operands[i])]
-  differentiates = any(step.location.direction != "forward" for step in body.every_step())
-  is_loss = bool(moving) and not differentiates and call.returned_loss(program, results)
+  is_loss = bool(moving) and call.returned_loss(program, results)
   recording = _Recording(body, modules, moving)
   ran, note = _run(recording, operands, is_loss)
   paths = {"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)}

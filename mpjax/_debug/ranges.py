@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
 from mpjax._core.leaves import changes_nothing
@@ -24,7 +23,7 @@ from mpjax._debug.report import Advance, Pending
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Look, run_on_host
-from mpjax._jaxpr.steps import Body, Step, body_of
+from mpjax._jaxpr.steps import Body, Step
 from mpjax._optim.find_scale import scales_in
 from mpjax._optim.scaled import scale_value_p
 
@@ -111,7 +110,7 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   call.check_concrete()
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
-  is_loss = args and not has_backward_pass(program) and call.returned_loss(program, outputs)
+  is_loss = args and call.returned_loss(program, outputs)
   programs = programs_of_gradient(call, fn, gradient_of) if is_loss else programs_of(call, fn)
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
@@ -162,11 +161,6 @@ def _without_overflow(
     if _nonfinite(gradients) < fewest:
       fewest, best = _nonfinite(gradients), Rescaled(scale, gradients)
   return best
-
-
-def has_backward_pass(program: ClosedJaxpr) -> bool:
-  """Whether a program computes a gradient."""
-  return any(step.location.direction == "backward" for step in body_of(program).every_step())
 
 
 def _counted(

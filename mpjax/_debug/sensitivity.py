@@ -15,7 +15,7 @@ from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._debug.arguments import Argument, Call, name_by_parameters
 from mpjax._debug.expectations import check_float32, lows_of
 from mpjax._debug.module_names import with_models_under
-from mpjax._debug.ranges import gradient_of, has_backward_pass, scale_for_float16
+from mpjax._debug.ranges import gradient_of, scale_for_float16
 from mpjax._debug.report import Advance, Pending
 from mpjax._debug.roundings import Errors, Rounding, before_nonfinite, errors_of
 from mpjax._debug.sensitivity_report import (
@@ -125,7 +125,7 @@ def _traced(
   with AUDIT(record):
     program, outputs = call.traced(fn)
   is_low = bool(lows_of(Graph(program)))
-  if args and not has_backward_pass(program) and call.returned_loss(program, outputs):
+  if args and call.returned_loss(program, outputs):
     # Without a scale, the gradients of float16 would underflow.
     has_float16 = any(v.dtype == jnp.float16 for v in lows_of(Graph(program)))
     scale = scale_for_float16(fn, args, {}, advance) if has_float16 else 1.0

@@ -41,8 +41,16 @@ def step(params, opt_state, x):
 
 STATE = mpjax.loss_scaling(optax.sgd(1e-3, momentum=0.9)).init(PARAMS)
 
+
+def physics_loss(params, x):
+  """Has a gradient inside."""
+  slopes = jax.grad(lambda x: jnp.sum(NET.apply({"params": params}, x)))(x)
+  return jnp.mean((slopes - 1) ** 2)
+
+
 KINDS = {
   "model": (NET.apply, ({"params": PARAMS}, X), "result"),
+  "loss with a gradient inside": (physics_loss, (PARAMS, X), "gradient"),
   "loss": (loss, (PARAMS, X), "gradient"),
   "gradient": (jax.grad(loss), (PARAMS, X), "result"),
   "step": (step, (PARAMS, STATE, X), "update"),
