@@ -12,7 +12,7 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._debug.arguments import Argument, Call, name_by_parameters
+from mpjax._debug.arguments import Argument, Call, has_backward_pass, name_by_parameters
 from mpjax._debug.expectations import check_float32, lows_of
 from mpjax._debug.module_names import with_models_under
 from mpjax._debug.ranges import gradient_of, scale_for_float16
@@ -136,7 +136,10 @@ def _traced(
     counted = dict.fromkeys(range(first, len(outputs)))
     kind = "gradient"
   else:
-    counted = _new_versions(Graph(program), call, call.arguments(fn), outputs)
+    counted = {}
+    # A step has a gradient inside. A residual model, which adds to its argument, has none.
+    if has_backward_pass(program):
+      counted = _new_versions(Graph(program), call, call.arguments(fn), outputs)
     kind = "update" if counted else "result"
     counted = counted or dict.fromkeys(range(len(outputs)))
   counted = {i: j for i, j in counted.items() if _is_inexact(program.out_avals[i])}

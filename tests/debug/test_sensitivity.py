@@ -42,6 +42,10 @@ def step(params, opt_state, x):
 STATE = mpjax.loss_scaling(optax.sgd(1e-3, momentum=0.9)).init(PARAMS)
 
 
+def residual(x, model=NET):
+  return x + jnp.tile(model.apply({"params": PARAMS}, x), 2)
+
+
 def physics_loss(params, x):
   """Has a gradient inside."""
   slopes = jax.grad(lambda x: jnp.sum(NET.apply({"params": params}, x)))(x)
@@ -50,6 +54,7 @@ def physics_loss(params, x):
 
 KINDS = {
   "model": (NET.apply, ({"params": PARAMS}, X), "result"),
+  "residual model": (residual, (X,), "result"),
   "loss with a gradient inside": (physics_loss, (PARAMS, X), "gradient"),
   "loss": (loss, (PARAMS, X), "gradient"),
   "gradient": (jax.grad(loss), (PARAMS, X), "result"),
