@@ -115,6 +115,7 @@ class Errors(NamedTuple):
     decisions: those that differ, by share.
     by_decisions: the relative change of the results from all these decisions together.
     measured: the relative error of the results with all roundings made; inf if not finite.
+      Errors are NaN or inf if the results, or the changes, are zero.
     results: the floating results in float32.
     not_followed: the operations that cannot be differentiated. Roundings before them count as none.
   """
@@ -544,7 +545,8 @@ def errors_of(
     found = _measured(body, wide, [*counted], places, blocked, bounds, projections)
   results = found.results
   old = [0.0 if i is None else wide[i] for i in counted.values()]
-  norm = norm_of(x - y for x, y in zip(results, old, strict=True))
+  # Nothing is an error relative to zeros.
+  norm = norm_of(x - y for x, y in zip(results, old, strict=True)) or math.nan
 
   def error(others: Sequence[NumpyArray]) -> float:
     difference = norm_of(x - y for x, y in zip(others, results, strict=True)) / norm
@@ -554,7 +556,6 @@ def errors_of(
   decisions = [Decision(steps[number], share) for number, share in shares.items() if share]
 
   def errors(squares: Mapping[Key, NumpyArray]) -> Errors:
-    # Without low precision nothing is divided, and a result may be zero.
     roundings = [
       each._replace(
         contribution=math.sqrt(float(np.sum(squares[key]))) / norm,

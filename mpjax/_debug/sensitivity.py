@@ -229,6 +229,14 @@ def _with_cures(
       got="inf or NaN without any rounding",
       fix="Find where it comes from: print(mpjax.find_nonfinite(fn)(*args)).",
     )
+  # Some results are zero, and some functions return integers or nothing.
+  if math.isnan(errors.predicted):
+    raise MpjaxValueError(
+      f"{CALL}(*args)",
+      expected="a function with a floating result, or an update, that is not zero",
+      got="only zeros" if any(x.size for x in errors.results) else "no floating result",
+      fix="Return the numbers that integers are computed from. A loss takes the parameters first.",
+    )
   for done in range(_ROUNDS):
     advance(done + 1, _ROUNDS + 1)
     steps = [row.step for row in errors.roundings if row.overflows or row.amplification > THRESHOLD]

@@ -115,6 +115,8 @@ class SensitivityReport(Report):
     lines = [first]
     if any(row.overflows for row in self.roundings):
       lines.append("Values overflow. See the first rows.")
+    elif not self.cures and not math.isfinite(self.measured):
+      lines.append("Find where it comes from: print(mpjax.find_nonfinite(fn)(*args)).")
     elif not self.cures:
       lines.append(f"No rounding is amplified more than {THRESHOLD:.0f} times: nothing to do.")
     if self.by_decisions > self.predicted / 2:

@@ -281,3 +281,18 @@ def test_nothing_in_low_precision_and_results_that_are_not_finite():
     mpjax.sensitivity(mpjax.autocast(lambda w, x: jnp.log(-jnp.abs(x @ w))))(X, X)
   with refused(ValueError, CALL, "a function in float32", "bfloat16", "the plain model"):
     mpjax.sensitivity(NET.apply, policy="mixed_float16")({"params": PARAMS}, X)
+
+
+@pytest.mark.parametrize(
+  ("fn", "got"),
+  [
+    (lambda w, x: jnp.argmax(x @ w, -1), "no floating result"),
+    (lambda w, x: x[:0] @ w, "no floating result"),
+    (lambda w, x: 0 * (x @ w), "only zeros"),
+    (lambda w, x: w - 0 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), "only zeros"),
+  ],
+  ids=["integers", "empty", "zeros", "no update"],
+)
+def test_nothing_is_an_error_relative_to_zeros(fn, got):
+  with refused(ValueError, CALL, "that is not zero", got, "Return the numbers"):
+    mpjax.sensitivity(fn, policy="mixed_bfloat16")(X, X)

@@ -39,6 +39,12 @@ def test_a_value_that_overflows_is_the_first_row():
   assert "Values overflow" in str(report(rounding("b", 0.0, overflows=True)))
 
 
+def test_a_result_that_is_not_finite_is_not_healthy():
+  text = str(report(rounding("a", 0.003), measured=math.inf))
+  assert "nothing to do" not in text
+  assert "mpjax.find_nonfinite(fn)(*args)" in text
+
+
 def test_cures_have_their_line_and_what_is_left_with_them():
   code = "y = mpjax.full_precision(lambda: x @ w)()"
   text = " ".join(str(report(rounding("a", 0.1, cure=code), cures=(code,))).split())
