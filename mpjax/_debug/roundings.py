@@ -555,10 +555,12 @@ def errors_of(
   shares = {number: float(np.mean(x)) for number, x in found.shares.items()}
   decisions = [Decision(steps[number], share) for number, share in shares.items() if share]
 
+  largest = max((float(np.max(np.abs(x), initial=0)) for x in results), default=0.0)
+
   def errors(squares: Mapping[Key, NumpyArray]) -> Errors:
     roundings = [
       each._replace(
-        contribution=math.sqrt(float(np.sum(squares[key]))) / norm,
+        contribution=math.sqrt(float(np.sum(squares[key]))) * largest / norm,
         largest=float(found.largest.get(key, 0.0)),
       )
       for key, each in places.roundings.items()
@@ -665,6 +667,7 @@ class _Found(NamedTuple):
     shares: the shares of the decisions that differ, by the number of the step.
     largest: the largest magnitudes of what is rounded to float16.
     squares: the mean squared change of the results by each rounding, from the first projections.
+      The results are divided by the largest of them, since float32 squares have half its range.
     squares_of_round: returns that from other projections, by their number.
   """
 
@@ -714,8 +717,11 @@ def _measured(
       lambda x: counted(_run_in_pieces(body, xs, x, places, observer)), factors
     )
 
+    magnitudes = [jnp.max(jnp.abs(x), initial=0) for x in results]
+    largest = functools.reduce(jnp.maximum, magnitudes, jnp.finfo(jnp.float32).tiny)
+
     def projected(key: Array) -> Mapping[Key, Array]:
-      (each,) = pull(_random_like(results, key))
+      (each,) = pull([x / largest for x in _random_like(results, key)])
       # The iterations of a loop round independently, so their changes add as squares.
       return jax.tree.map(lambda x: jnp.sum(x**2), each)
 

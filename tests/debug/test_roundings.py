@@ -57,6 +57,13 @@ def test_projections_are_added_where_the_first_ones_miss_the_only_direction(seed
   assert 0.75 < found.predicted / found.measured < 1.33
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_results_may_have_any_size(scale):
+  # Their squares are no float32 numbers.
+  found, plain = (errors(lambda x, k=k: k * low(x).astype(jnp.float32), X) for k in (scale, 1))
+  assert found.predicted == pytest.approx(plain.predicted, rel=1e-3)
+
+
 def masked_log(y):
   return jnp.where(y > 0, jnp.log(y), 0)
 
