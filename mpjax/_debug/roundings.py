@@ -482,7 +482,8 @@ def _moved_backward(rounded: Rounded, x: Array, cotangent: Array) -> tuple[Array
   # The error is computed again here, so that no rounding needs memory of its own: other operations
   # keep the value anyway. It is infinite for an overflow, which is reported by itself.
   error = rounded(x) - x
-  return cotangent, jnp.sum(cotangent * jnp.where(jnp.isfinite(error), error, 0))
+  changes = cotangent * jnp.where(jnp.isfinite(error), error, 0)
+  return cotangent, jnp.sum(changes).astype(jnp.float32)
 
 
 _moved.defvjp(_moved_forward, _moved_backward)
@@ -690,7 +691,7 @@ def _measured(
   projections: int,
 ) -> _Found:
   """Runs a program in float32: with all roundings, with their decisions, and backward."""
-  factors = {key: jnp.zeros(lengths) for key, lengths in places.lengths.items()}
+  factors = {key: jnp.zeros(lengths, jnp.float32) for key, lengths in places.lengths.items()}
 
   def counted(outs: Sequence[Any]) -> list[Array]:
     # A result may be a number of the program.
@@ -778,7 +779,9 @@ def _random_like(arrays: Sequence[Array], key: Array) -> list[Array]:
   keys = (jax.random.fold_in(key, i) for i in range(len(arrays)))
   draws = [jax.random.normal(each, x.shape, x.dtype) for each, x in zip(keys, arrays, strict=True)]
   # The variance of a complex normal number is 1 too, and only its real part counts.
-  return [x * math.sqrt(2) if jnp.iscomplexobj(x) else x for x in draws]
+  draws = [x * math.sqrt(2) if jnp.iscomplexobj(x) else x for x in draws]
+  # With explicit axes, the sharding is part of the type, so take it from the results.
+  return [0 * x + draw for x, draw in zip(arrays, draws, strict=True)]
 
 
 def _has_derivative(step: Step) -> bool:

@@ -84,11 +84,11 @@ class Observer:
     return outs
 
   def slices(self, step: Step) -> PyTree:
-    """Returns arrays of which each iteration of a `scan` gets a slice."""
+    """Returns arrays of which each iteration of a `scan` gets a slice, and each device all."""
     return None
 
   def in_iteration(self, slices: PyTree) -> Self:
-    """Returns the observer of an iteration, given its slices."""
+    """Returns the observer of an iteration or a device, given its slices."""
     return self
 
   def bound(self, step: Step) -> int | None:
@@ -301,14 +301,17 @@ def _shard_map(step: Step, ins: Sequence[Any], observer: Observer, enclosing: En
   # `axis_names` is a set. The order of the mesh gives the devices a fixed order.
   axes = tuple(name for name in arguments["mesh"].axis_names if name in arguments["axis_names"])
 
-  def one_device(indices: tuple[Array, ...], *operands: Any) -> Any:
-    outs, seen = run(body, operands, observer, Enclosing(indices, (*enclosing.axes, *axes)))
+  def one_device(indices: tuple[Array, ...], slices: PyTree, *operands: Any) -> Any:
+    watch = observer.in_iteration(slices)
+    outs, seen = run(body, operands, watch, Enclosing(indices, (*enclosing.axes, *axes)))
     return outs, jax.tree.map(lambda x: _of_device(x, axes), seen)
 
-  # The numbers of the iterations are the same on all devices. Observations have an axis of devices.
-  arguments["in_specs"] = (jax.P(), *arguments["in_specs"])
+  # The numbers of the iterations are the same on all devices, and so are the arrays of an observer,
+  # which may not be closed over. Observations have an axis of devices.
+  arguments["in_specs"] = (jax.P(), jax.P(), *arguments["in_specs"])
   arguments["out_specs"] = (list(arguments["out_specs"]), jax.P(axes))
-  outs, seen = jax.jit(jax.shard_map(one_device, **arguments))(enclosing.indices, *ins)
+  run_on_devices = jax.jit(jax.shard_map(one_device, **arguments))
+  outs, seen = run_on_devices(enclosing.indices, observer.slices(step), *ins)
   return outs, observer.of_devices(_gathered(seen, arguments["mesh"]))
 
 

@@ -315,6 +315,27 @@ def test_devices_of_a_shard_map_round_as_one():
   assert found.predicted == pytest.approx(want.predicted, rel=0.4)
 
 
+def test_devices_with_explicit_axes():
+  mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+  over_devices = jax.NamedSharding(mesh, jax.P("d"))
+
+  def fn(x):
+    return low(jnp.sin(x)).astype(jnp.float32)
+
+  sharded = jax.shard_map(fn, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+  found, want = errors(sharded, jax.device_put(X, over_devices)), errors(fn, X)
+  assert found.predicted == pytest.approx(want.predicted, rel=1e-3)
+  assert found.measured == pytest.approx(want.measured, rel=1e-3)
+
+
+@pytest.mark.parametrize("fn", [in_while, in_branch])
+def test_float64_in_the_program(set_flag, fn):
+  want = errors(fn, jnp.float16(X))
+  set_flag("jax_enable_x64", True)
+  found = errors(fn, jnp.float16(X))
+  assert found.predicted == pytest.approx(want.predicted, rel=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_the_roundoff_is_near_the_mean_error_of_a_rounding(dtype):
   x = np.random.default_rng(0).uniform(1, 2, 10_000).astype(np.float32)
