@@ -156,7 +156,7 @@ class _Places:
   Attributes:
     roundings: by key. Two casts of one value have the key of the first.
     keys: by the number of a step, the keys of what it rounds: of its results, and of operands.
-    lengths: by key, the numbers of iterations of the loops around.
+    lengths: by key, the numbers of iterations of the loops in which the value differs.
   """
 
   roundings: dict[Key, Rounding]
@@ -171,6 +171,14 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
   """
   places = _Places({}, {}, {})
   casts: dict[tuple[int, str], Key] = {}
+  # A loop does not change its constants, such as the weights of a recurrent network, so their
+  # rounding is the same in all iterations. By value: the one outside of the loop that it is, and in
+  # how many of the loops around it differs.
+  origins: dict[int, int] = {}
+  depths: dict[int, int] = {}
+
+  def depth_of(slots: Iterable[Any]) -> int:
+    return max((depths.get(slot, 0) for slot in slots if isinstance(slot, int)), default=0)
 
   def add(step: Step, operand: int, format: Format, around: tuple[int, ...]) -> None:
     key = (step.number, operand)
@@ -178,17 +186,18 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
     slot = step.ins[0 if is_cast else operand] if step.ins else None
     # One value that is cast twice has the same error both times, so it is one rounding.
     if isinstance(slot, int) and (is_cast or operand != RESULT):
-      key = casts.setdefault((slot, format.name), key)
+      key = casts.setdefault((origins.get(slot, slot), format.name), key)
     places.keys.setdefault(step.number, {})[operand] = key
     if key not in places.roundings:
       places.roundings[key] = Rounding(step, operand, format)
-      places.lengths[key] = around
+      places.lengths[key] = around[: depth_of(step.ins if operand == RESULT else [slot])]
 
   def walk(body: Body, exact: Mapping[int, bool], around: tuple[int, ...]) -> list[bool]:
     """Adds the roundings of a body, and returns which of its results are rounded already."""
     # By value: whether it is a number of its own low-precision format.
     rounded = dict(exact)
     for step in body.steps:
+      depths.update(dict.fromkeys(step.outs, len(around) if step.bodies else depth_of(step.ins)))
       of_ins = [not isinstance(x, int) or rounded.get(x, True) for x in step.ins]
       if step.bodies:
         length = _iterations_of(step, bounds)
@@ -197,6 +206,13 @@ def _places(body: Body, kept: Collection[int], bounds: Mapping[int, int]) -> _Pl
           taken = [of_ins[i] for i in inner.operands or ()]
           # A carry is a number of its format if it is one in each iteration.
           inside = dict(zip(each.inputs, taken, strict=False))
+          depths.update(dict.fromkeys(each.inputs, len(around) + len(length)))
+          # The constants of a loop come before its carry.
+          outer = [step.ins[i] for i in inner.operands or ()][: inner.carry.start]
+          for slot, x in zip(each.inputs, outer, strict=False):
+            depths[slot] = depth_of([x])
+            if isinstance(x, int):
+              origins[slot] = origins.get(x, x)
           results.append(walk(each, inside, (*around, *length)))
         returned = [x for x, inner in zip(results, step.inner, strict=True) if inner.returns]
         outs = [all(x) for x in zip(*returned, strict=True)]
@@ -429,8 +445,11 @@ class _Perturbed(_InFloat32):
     return self.bounds.get(step.number)
 
   def slices(self, step: Step) -> Mapping[Key, Array]:
-    inside = {each.number for body in step.bodies for each in body.every_step()}
-    return {key: x for key, x in self.factors.items() if key[0] in inside}
+    steps = (each for body in step.bodies for each in body.every_step())
+    inside = {key for each in steps for key in self.places.keys.get(each.number, {}).values()}
+    # A value that is the same in all iterations has one factor, and each device needs all of them.
+    on_devices = step.holds is Holds.SHARD_MAP
+    return {key: self.factors[key] for key in inside if on_devices or self.factors[key].ndim}
 
   def in_iteration(self, slices: Mapping[Key, Array]) -> Self:
     one = copy.copy(self)

@@ -133,6 +133,32 @@ def unrolled_of(times):
   return fn
 
 
+def scan(body, x):
+  return jax.lax.scan(lambda c, _: (body(c), None), x, None, length=6)[0]
+
+
+def scan_of_scans(body, x):
+  return jax.lax.scan(lambda c, _: (scan_of_3(body, c), None), x, None, length=2)[0]
+
+
+def scan_of_3(body, x):
+  return jax.lax.scan(lambda c, _: (body(c), None), x, None, length=3)[0]
+
+
+def while_loop(body, x):
+  return jax.lax.fori_loop(0, 6, lambda _, c: body(c), x)
+
+
+@pytest.mark.parametrize("loop", [scan, scan_of_scans, while_loop])
+def test_a_constant_of_a_loop_rounds_once(loop):
+  # Each iteration adds the same error, so the sum of all is 6 times as large.
+  w = normal(16, seed=1)
+  found = errors(lambda w: loop(lambda c: c + low(w).astype(jnp.float32), X), w, projections=MANY)
+  want = np.linalg.norm(6 * (rounded(w) - w)) / np.linalg.norm(X + 6 * w)
+  assert found.predicted == pytest.approx(want, rel=0.05)
+  assert found.measured == pytest.approx(want, rel=0.01)
+
+
 def test_a_while_is_followed_over_the_iterations_that_it_makes():
   found, want = (errors(fn(5), X, projections=MANY) for fn in (loop_of, unrolled_of))
   assert len(found.roundings) == 1 < len(want.roundings)
