@@ -20,6 +20,7 @@ from mpjax._core.errors import REFUSALS, MpjaxValueError
 from mpjax._core.types import Array, DType, Function, NumpyArray, is_inexact
 from mpjax._debug.arguments import Argument, Call
 from mpjax._debug.compare_modules import MOST, ComparedCall, Loop, Modules, find_modules, most_of
+from mpjax._debug.compiled import compiled_as_written
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Direction
@@ -379,18 +380,13 @@ def _run(recording: _Recording, operands: Sequence[Array], is_loss: bool) -> tup
   """Returns the kept values of one run, and why there are no gradients."""
   # Only a loss has one cotangent to start from.
   if not is_loss:
-    return _compiled(recording.alone)(operands), ""
+    return compiled_as_written(recording.alone)(operands), ""
   try:
-    return _compiled(recording.differentiated)(operands), ""
+    return compiled_as_written(recording.differentiated)(operands), ""
   # JAX cannot differentiate a `while` in reverse mode, for example. Compare the values then.
   except REFUSALS as error:
     why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-  return _compiled(recording.alone)(operands), why
-
-
-def _compiled(fn: Function) -> Function:
-  # Run each cast as it is written. By default XLA may keep more bits between two operations.
-  return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+  return compiled_as_written(recording.alone)(operands), why
 
 
 def save(run: RecordedRun, path: str | os.PathLike[str]) -> None:
