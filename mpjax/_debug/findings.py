@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from mpjax._debug.paths import merged, unnumbered
+from mpjax._debug.paths import merged, path_of_layers, unnumbered
 from mpjax._jaxpr.locations import Direction, Source
 
 DTYPES = ("params", "activations", "gradients")
@@ -102,11 +102,8 @@ def _sum(group: Sequence[Finding]) -> Finding:
 
 def _sum_of_layers(group: Sequence[Finding]) -> Finding:
   """Returns the sum of a group, whose path says how many layers it has."""
-  # A module may have several rows, so count paths rather than rows.
-  paths = {row.path for row in group}
-  count = f" ({len(paths)})" if len(paths) > 1 else ""
-  path = merged([*paths]) or "(root)"
-  return _sum(group)._replace(path=path + count, reason=merged([row.reason for row in group]))
+  path = path_of_layers(row.path for row in group)
+  return _sum(group)._replace(path=path, reason=merged([row.reason for row in group]))
 
 
 def _largest_first(rows: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpjax._core.leaves import Path
 
@@ -60,3 +60,15 @@ def merged(names: Sequence[str]) -> str:
   # The names have as many numbers, so their parts correspond.
   parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
   return "".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
+
+
+def path_of_layers(paths: Iterable[str]) -> str:
+  """Returns one path for layers that differ in their numbers alone, and how many there are.
+
+  >>> path_of_layers(["block_0/mlp", "block_0/mlp", "block_1/mlp"]), path_of_layers([""])
+  ('block_*/mlp (2)', '(root)')
+  """
+  # A module may have several rows, so count paths rather than rows.
+  several = [*dict.fromkeys(paths)]
+  count = f" ({len(several)})" if len(several) > 1 else ""
+  return (merged(several) or "(root)") + count

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import NumpyArray
-from mpjax._debug.paths import merged, unnumbered
+from mpjax._debug.paths import path_of_layers, unnumbered
 from mpjax._debug.report import Report, Section, percent
 from mpjax._jaxpr.locations import Direction, Source
 
@@ -130,7 +130,7 @@ class SensitivityReport(Report):
     ranked = sorted(groups.values(), key=_rank)
     rows = [
       (
-        _path([row.path for row in group]),
+        path_of_layers(row.path for row in group),
         f"{_OPERATIONS.get(group[0].operation, group[0].operation)} "
         f"{_DIRECTIONS[group[0].direction]}".rstrip(),
         group[0].dtype,
@@ -191,13 +191,6 @@ def _rank(group: list[RoundingRow]) -> tuple[bool, float]:
 
 def _contribution(group: list[RoundingRow]) -> float:
   return math.hypot(*(row.contribution for row in group))
-
-
-def _path(paths: list[str]) -> str:
-  """Returns the path of layers that differ in their numbers alone, and how many there are."""
-  several = dict.fromkeys(paths)
-  count = f" ({len(several)})" if len(several) > 1 else ""
-  return (merged([*several]) or "(root)") + count
 
 
 def _text(error: float) -> str:
