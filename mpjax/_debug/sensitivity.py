@@ -25,6 +25,7 @@ from mpjax._debug.sensitivity_report import (
   SensitivityReport,
 )
 from mpjax._debug.suggested_changes import Cure, cure_of, joined
+from mpjax._debug.tune_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.steps import Step, body_of
 from mpjax._policy.active import AUDIT, AuditRecord
@@ -91,6 +92,7 @@ def sensitivity(
     program, counted, kind = _traced(fn, call, args, advance)
     paths = _paths_of(program, call.arguments(fn))
     errors, cures, cured = _with_cures(program, call, counted, advance)
+    low_flops, moved_flops = _flops(program, cures)
     return SensitivityReport(
       name=name,
       of=kind,
@@ -105,6 +107,7 @@ def sensitivity(
       cures=tuple(dict.fromkeys(each.code for each in cures)),
       predicted_with_cures=cured.predicted,
       measured_with_cures=cured.measured,
+      cured_share=moved_flops / low_flops if low_flops else 0.0,
       not_followed=tuple(
         DecisionRow(paths(each), each.location.source, _name(each)) for each in errors.not_followed
       ),
@@ -252,6 +255,16 @@ def _with_cures(
     cures[:] = joined(cures, every_step)
     errors = errors_of(program, operands, counted, is_cured)
   return first, cures, errors
+
+
+def _flops(program: ClosedJaxpr, cures: Sequence[Cure]) -> tuple[int, int]:
+  """Returns the FLOPs of matmuls in low precision, and those that cures move to float32."""
+  low, moved = 0, 0
+  for matmul, dtype, flops in Graph(program).matmuls():
+    if format_of_matmul(matmul, dtype) not in WIDE_FORMATS:
+      low += flops
+      moved += flops if any(each.covers(matmul.step) for each in cures) else 0
+  return low, moved
 
 
 def _name(step: Step) -> str:

@@ -78,6 +78,7 @@ class SensitivityReport(Report):
     cures: the changes that the rows above the threshold need, as code.
     predicted_with_cures: the predicted error with all of them.
     measured_with_cures: the error that is then measured.
+    cured_share: the share of the matmuls' FLOPs in low precision that the cures move to float32.
     not_followed: kernels, and operations that cannot be differentiated. Roundings of their operands
       are not counted.
     exact: the arrays of the result in float32, as NumPy arrays.
@@ -98,6 +99,7 @@ class SensitivityReport(Report):
   cures: tuple[str, ...]
   predicted_with_cures: float
   measured_with_cures: float
+  cured_share: float
   not_followed: tuple[DecisionRow, ...]
   exact: tuple[NumpyArray, ...]
 
@@ -147,7 +149,8 @@ class SensitivityReport(Report):
     if not self.cures:
       return Section()
     first = f"With these changes the predicted error is {_text(self.predicted_with_cures)}, and "
-    lines = [f"{first}the measured one {_text(self.measured_with_cures)}."]
+    first += f"the measured one {_text(self.measured_with_cures)}. They move "
+    lines = [f"{first}{percent(self.cured_share)} of the matmuls' FLOPs to float32."]
     lines += [f"{i}. {self._line_of(code)}{code}" for i, code in enumerate(self.cures, 1)]
     return Section(
       f"Cures of roundings that are amplified more than {THRESHOLD:.0f} times", tuple(lines)

@@ -22,6 +22,7 @@ def report(*roundings, **fields):
     "cures": (),
     "predicted_with_cures": 0.001,
     "measured_with_cures": 0.002,
+    "cured_share": 0.25,
     "not_followed": (),
     "exact": (),
   }
@@ -50,6 +51,7 @@ def test_cures_have_their_line_and_what_is_left_with_them():
   text = " ".join(str(report(rounding("a", 0.1, cure=code), cures=(code,))).split())
   assert f"1. model.py:7: {code}" in text
   assert "the predicted error is 0.001, and the measured one 0.002." in text
+  assert "They move 25.0 % of the matmuls' FLOPs to float32." in " ".join(text.split())
   assert "nothing to do" not in text
 
 
