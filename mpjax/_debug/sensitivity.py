@@ -91,7 +91,7 @@ def sensitivity(
         fn = autocast(plain, parsed)
     program, counted, kind = _traced(fn, call, args, advance)
     paths = _paths_of(program, call.arguments(fn))
-    errors, cures, cured = _with_cures(program, call, counted, advance)
+    errors, cures, cured = _with_cures(program, call, counted, paths, advance)
     low_flops, moved_flops = _flops(program, cures)
     return SensitivityReport(
       name=name,
@@ -99,7 +99,10 @@ def sensitivity(
       predicted=errors.predicted,
       measured=errors.measured,
       by_decisions=errors.by_decisions,
-      roundings=_rows(errors.roundings, cures, paths),
+      roundings=tuple(
+        row._replace(cure=next((each.code for each in cures if each.covers(group[0].step)), ""))
+        for row, group in _grouped(errors.roundings, paths)
+      ),
       decisions=tuple(
         DecisionRow(paths(each.step), each.step.location.source, _name(each.step), each.share)
         for each in errors.decisions
@@ -127,10 +130,18 @@ def _traced(
   record = AuditRecord(shows_roundings=True)
   with AUDIT(record):
     program, outputs = call.traced(fn)
-  is_low = bool(lows_of(Graph(program)))
+  # Steps whose results nothing reads do not run.
+  lows = lows_of(Graph(body_of(program, compiled=True)))
+  if not lows:
+    raise MpjaxValueError(
+      f"{CALL}(*args)",
+      expected="a function that computes in low precision",
+      got="one without a value in bfloat16, float16 or float8",
+      fix='Pass the policy: mpjax.sensitivity(fn, policy="mixed_bfloat16")(*args).',
+    )
   if args and call.returned_loss(program, outputs):
     # Without a scale, the gradients of float16 would underflow.
-    has_float16 = any(v.dtype == jnp.float16 for v in lows_of(Graph(program)))
+    has_float16 = any(v.dtype == jnp.float16 for v in lows)
     scale = scale_for_float16(fn, args, {}, advance) if has_float16 else 1.0
     with AUDIT(record):
       program, outputs = call.traced(gradient_of(fn, scale))
@@ -146,13 +157,6 @@ def _traced(
     kind = "update" if counted else "result"
     counted = counted or dict.fromkeys(range(len(outputs)))
   counted = {i: j for i, j in counted.items() if _is_inexact(program.out_avals[i])}
-  if not is_low:
-    raise MpjaxValueError(
-      f"{CALL}(*args)",
-      expected="a function that computes in low precision",
-      got="one without a value in bfloat16, float16 or float8",
-      fix='Pass the policy: mpjax.sensitivity(fn, policy="mixed_bfloat16")(*args).',
-    )
   return program, counted, kind
 
 
@@ -214,7 +218,11 @@ def _paths_of(program: ClosedJaxpr, arguments: Sequence[Argument]) -> Callable[[
 
 
 def _with_cures(
-  program: ClosedJaxpr, call: Call, counted: Mapping[int, int | None], advance: Advance
+  program: ClosedJaxpr,
+  call: Call,
+  counted: Mapping[int, int | None],
+  paths: Callable[[Step], str],
+  advance: Advance,
 ) -> tuple[Errors, list[Cure], Errors]:
   """Returns the errors of a program, the changes to make, and the errors with them."""
   operands = [*map(jnp.asarray, call.arrays)]
@@ -242,7 +250,12 @@ def _with_cures(
     )
   for done in range(_ROUNDS):
     advance(done + 1, _ROUNDS + 1)
-    steps = [row.step for row in errors.roundings if row.overflows or row.amplification > THRESHOLD]
+    steps = [
+      each.step
+      for row, group in _grouped(errors.roundings, paths)
+      if row.overflows or row.amplification > THRESHOLD
+      for each in group
+    ]
     if not math.isfinite(errors.measured):
       steps += before_nonfinite(program, operands, is_cured)
     # A cure may cover the next rounding too.
@@ -271,10 +284,14 @@ def _name(step: Step) -> str:
   return step.eqn.primitive.name
 
 
-def _rows(
-  roundings: Sequence[Rounding], cures: Sequence[Cure], paths: Callable[[Step], str]
-) -> tuple[RoundingRow, ...]:
-  """Returns a row for the roundings of each kind of operation of a line and module."""
+def _grouped(
+  roundings: Sequence[Rounding], paths: Callable[[Step], str]
+) -> list[tuple[RoundingRow, list[Rounding]]]:
+  """Returns the rows of the report, and the roundings of each.
+
+  A row is for one kind of operation, of a line and a module. Overflows come first, then the largest
+  contributions.
+  """
   groups: dict[RoundingRow, list[Rounding]] = {}
   for each in roundings:
     row = RoundingRow(
@@ -290,8 +307,8 @@ def _rows(
       contribution=math.hypot(*(each.contribution for each in group)),
       amplification=math.hypot(*(each.amplification for each in group)),
       overflows=any(each.overflows for each in group),
-      cure=next((cure.code for cure in cures if cure.covers(group[0].step)), ""),
     )
     for row, group in groups.items()
   ]
-  return tuple(sorted(rows, key=lambda row: (not row.overflows, -row.contribution)))
+  found = [*zip(rows, groups.values(), strict=True)]
+  return sorted(found, key=lambda pair: (not pair[0].overflows, -pair[0].contribution))

@@ -20,6 +20,10 @@ known to be less accurate in bfloat16 than with dtypes set by hand.
 """
 
 
+_ABRUPT = 3.0
+"""The ratio of the predicted and the measured error above which the first order says little."""
+
+
 class RoundingRow(NamedTuple):
   """The roundings of one kind of operation, at a line of a module.
 
@@ -121,6 +125,11 @@ class SensitivityReport(Report):
       lines.append("Find where it comes from: print(mpjax.find_nonfinite(fn)(*args)).")
     elif not self.cures:
       lines.append(f"No rounding is amplified more than {THRESHOLD:.0f} times: nothing to do.")
+    low, high = sorted((self.predicted, self.measured))
+    if math.isfinite(high) and high > _ABRUPT * low:
+      lines.append(
+        "Both differ, so the result changes abruptly within one rounding. The measured error holds."
+      )
     if self.by_decisions > self.predicted / 2:
       lines.append(f"Decisions that differ cause an error of {_text(self.by_decisions)} alone.")
     if self.not_followed:

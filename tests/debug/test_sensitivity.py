@@ -157,6 +157,27 @@ def test_layers_of_a_kind_share_a_rule_if_half_of_them_need_it(large, paths):
   assert [rule.path for rule in rules] == paths
 
 
+def test_roundings_that_are_small_alone_are_cured_as_a_row():
+  weights = [normal(8, 8, seed=i) for i in range(9)]
+
+  def angles(weights, x):
+    return sum([jnp.sum(jnp.sin(2.5 * (x @ w))) for w in weights])
+
+  report = mpjax.sensitivity(angles, "mixed_bfloat16")(weights, normal(4, 8))
+  # No cast or matmul alone has more than 7.5.
+  assert report.roundings[0].amplification > 8
+  assert report.roundings[0].cure == report.cures[0]
+
+
+def test_low_precision_that_nothing_reads_is_none():
+  def fn(x):
+    x.astype(jnp.bfloat16)
+    return 2 * x
+
+  with refused(ValueError, CALL, "low precision", "without a value", "policy="):
+    mpjax.sensitivity(fn)(normal(4))
+
+
 # Each case is a function, the line of the culprit, and the arguments.
 CASES = {
   "angle": ("angle = x @ w\nreturn jnp.sum(jnp.sin(40 * angle))", "angle = x @ w"),

@@ -65,3 +65,8 @@ def test_decisions_and_what_is_not_followed_are_said_only_if_there_are_any():
   assert "b pallas_call model.py:7" in text
   assert "a lower bound" in text
   assert math.isnan(kernel.share)
+
+
+def test_a_prediction_that_differs_from_the_measurement_says_which_holds():
+  assert "changes abruptly" in str(report(predicted=0.1, measured=0.02))
+  assert "changes abruptly" not in str(report(predicted=0.04, measured=0.02))
