@@ -758,7 +758,7 @@ def _measured(
   has_float16 = any(each.format.name == "float16" for each in places.roundings.values())
   largest = magnitudes(wide) if has_float16 else {}
   found = results, rounded, replayed, shares, largest, squares
-  return _Found(*jax.device_get(found), squares_of_round)
+  return _Found(*jax.device_get(found), squares_of_round=squares_of_round)
 
 
 _PIECE = 48

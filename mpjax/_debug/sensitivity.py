@@ -24,7 +24,7 @@ from mpjax._debug.sensitivity_report import (
   RoundingRow,
   SensitivityReport,
 )
-from mpjax._debug.suggested_changes import Cure, cure_of, joined
+from mpjax._debug.suggested_changes import Cure, cures_of
 from mpjax._debug.tune_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.steps import Step, body_of
@@ -227,6 +227,7 @@ def _with_cures(
   """Returns the errors of a program, the changes to make, and the errors with them."""
   operands = [*map(jnp.asarray, call.arrays)]
   every_step = [*body_of(program, compiled=True).every_step()]
+  culprits: list[Step] = []
   cures: list[Cure] = []
 
   def is_cured(step: Step) -> bool:
@@ -258,14 +259,11 @@ def _with_cures(
     ]
     if not math.isfinite(errors.measured):
       steps += before_nonfinite(program, operands, is_cured)
-    # A cure may cover the next rounding too.
-    new = len(cures)
-    for step in steps:
-      if not is_cured(step):
-        cures.append(cure_of(step))
-    if len(cures) == new:
+    new = [step for step in steps if not is_cured(step)]
+    if not new:
       break
-    cures[:] = joined(cures, every_step)
+    culprits += new
+    cures[:] = cures_of(culprits, every_step)
     errors = errors_of(program, operands, counted, is_cured)
   return first, cures, errors
 

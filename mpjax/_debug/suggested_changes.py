@@ -1,14 +1,16 @@
 """Write changes of the user's code: float32 for an operation, or low precision for a matmul."""
 
 import ast
+import itertools
+import keyword
 import linecache
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 from mpjax._autocast.scopes import LAYER_ENDS
 from mpjax._debug.paths import is_within
 from mpjax._debug.selectors import glob_of_layers, layers_of
-from mpjax._jaxpr.compat import frames_of
+from mpjax._jaxpr.compat import Span, Traceback, frames_of, spans_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library
 from mpjax._jaxpr.steps import Step
@@ -26,58 +28,55 @@ class Cure(NamedTuple):
   """A change of the code that makes operations float32.
 
   Fields:
-    code: the change, to be pasted: a `Rule`, or a statement inside `mpjax.full_precision`.
+    code: the change, to be pasted: a `Rule`, or a statement with `mpjax.full_precision`.
     covers: whether it makes an operation float32.
-    path: the path of the first module that a rule selects; None for other changes.
   """
 
   code: str
   covers: Callable[[Step], bool]
-  path: str | None = None
 
 
-def cure_of(step: Step) -> Cure:
-  """Returns the change that runs an operation in float32.
+def cures_of(culprits: Sequence[Step], steps: Sequence[Step]) -> list[Cure]:
+  """Returns the fewest changes that run some operations in float32.
 
-  It is a rule for the module of a Flax layer, whose code the user cannot edit. For other code, it
-  is the statement at its line, with its expression inside `mpjax.full_precision`.
-
-  Args:
-    step: the operation that rounds.
-
-  >>> from mpjax._jaxpr.locations import Source
-  >>> wrapped_in_full_precision(Source("unknown.py", 3, "distance"))
-  'distance = mpjax.full_precision(distance)'
-  """
-  path, source = module_of(step), step.location.source
-  if path is not None and (source is None or _is_in_layer(step)):
-    return _rule_for((path,))
-  code = wrapped_in_full_precision(source)
-  if source is None:
-    return Cure(code, lambda other: other is step)
-  if code == _wrapped_function(source):
-    return Cure(code, lambda other: _function_of(other) == (source.file, source.function))
-  statements = _statements(source)
-  first = min((x.lineno for x in statements), default=source.line)
-  last = max((x.end_lineno or x.lineno for x in statements), default=source.line)
-
-  def covers(other: Step) -> bool:
-    line = other.location.source
-    return line is not None and line.file == source.file and first <= line.line <= last
-
-  return Cure(code, covers)
-
-
-def joined(cures: Sequence[Cure], steps: Sequence[Step]) -> list[Cure]:
-  """Returns the fewest cures that do what some do.
-
-  One rule is for all layers of a kind, if at least half of them need it. Layers of a kind differ in
-  the numbers of their paths alone, and have the same lines.
+  The operations of a Flax layer, whose code the user cannot edit, get a rule for its module. One
+  rule is for all layers of a kind, if at least half of them need it: layers that differ in the
+  numbers of their paths alone, and have the same lines. Other operations get the statement at their
+  line, with its expression inside `mpjax.full_precision`. Calls of other code are left outside of
+  it, unless one of these operations is computed on the way to them.
 
   Args:
-    cures: the cures.
-    steps: the operations of the program.
+    culprits: the operations that round.
+    steps: all operations of the program.
   """
+  found: list[Cure] = []
+  rules: list[str] = []
+  lines: dict[Source, list[Step]] = {}
+  for step in culprits:
+    path, source = module_of(step), step.location.source
+    if path is not None and (source is None or _is_in_layer(step)):
+      rules.append(path)
+    elif source is not None:
+      lines.setdefault(source, []).append(step)
+    else:
+      found.append(Cure("mpjax.full_precision(fn)(...)", lambda other, own=step: other is own))
+  found += map(_rule_for, _layers_to_cure([*dict.fromkeys(rules)], steps))
+  statements: dict[tuple[object, ...], tuple[Source, list[Step]]] = {}
+  for source, of_line in lines.items():
+    key = (source.file, *((x.lineno, x.end_lineno) for x in _statements(source)))
+    statements.setdefault(key if key[1:] else (source,), (source, []))[1].extend(of_line)
+  found += (_change_of(source, of_statement, steps) for source, of_statement in statements.values())
+  # A line may be part of a module, or call one.
+  covered = {each: {step.number for step in steps if each.covers(step)} for each in found}
+  for each in (*found,):
+    others = (covered[other] for other in found if other is not each)
+    if covered[each] <= set[int]().union(*others):
+      found.remove(each)
+  return found
+
+
+def _layers_to_cure(paths: Sequence[str], steps: Sequence[Step]) -> list[tuple[str, ...]]:
+  """Returns the modules that need a rule, in groups that share one."""
   lines: dict[str, set[Source | None]] = {}
   for step in steps:
     if (path := module_of(step)) is not None:
@@ -85,22 +84,14 @@ def joined(cures: Sequence[Cure], steps: Sequence[Step]) -> list[Cure]:
   kinds: dict[frozenset[Source | None], list[str]] = {}
   for path, of_path in lines.items():
     kinds.setdefault(frozenset(of_path), []).append(path)
-  rules: dict[str, Cure] = {each.path: each for each in cures if each.path is not None}
+  # By the path of a module: the modules of its rule.
+  groups: dict[str, tuple[str, ...]] = {path: (path,) for path in paths}
   for alike in kinds.values():
-    for paths in layers_of(alike, lines.keys() - {*alike}):
-      needed = [path for path in paths if path in rules]
-      if len(paths) > 1 and 2 * len(needed) >= len(paths):
-        rule = _rule_for(paths)
-        rules.update(dict.fromkeys(needed, rule))
-  # A rule stands where that of its first layer stood.
-  every = [*dict.fromkeys(each if each.path is None else rules[each.path] for each in cures)]
-  # A line may be part of a module, or call one.
-  covered = {each: {step.number for step in steps if each.covers(step)} for each in every}
-  for each in (*every,):
-    others = (covered[other] for other in every if other is not each)
-    if covered[each] <= set[int]().union(*others):
-      every.remove(each)
-  return every
+    for layers in layers_of(alike, lines.keys() - {*alike}):
+      needed = [path for path in layers if path in groups]
+      if 2 * len(needed) >= len(layers) > 1:
+        groups.update(dict.fromkeys(needed, layers))
+  return [*dict.fromkeys(groups.values())]
 
 
 def _rule_for(paths: tuple[str, ...]) -> Cure:
@@ -110,31 +101,56 @@ def _rule_for(paths: tuple[str, ...]) -> Cure:
     inner = module_of(step)
     return inner is not None and any(is_within(inner, path) for path in paths)
 
-  return Cure(repr(Rule(EXACT_FLOAT32, path=glob_of_layers(paths) or "**")), covers, paths[0])
+  return Cure(repr(Rule(EXACT_FLOAT32, path=glob_of_layers(paths) or "**")), covers)
 
 
-def _function_of(step: Step) -> tuple[str, str] | None:
-  """Returns the file and the name of the user's function of an operation."""
-  source = step.location.source
-  return None if source is None else (source.file, source.function)
+def _change_of(source: Source, culprits: Sequence[Step], steps: Sequence[Step]) -> Cure:
+  """Returns the statement at a line with what computes some operations in float32."""
+  statements = _statements(source)
+  first = min((x.lineno for x in statements), default=source.line)
+  last = max((x.end_lineno or x.lineno for x in statements), default=source.line)
+
+  def spans(step: Step) -> list[Span]:
+    """Returns the code of the statement in which an operation runs, the innermost first."""
+    every = (frame for each in _tracebacks(step) for frame in spans_of(each))
+    return [span for file, span in every if file == source.file and first <= span[0] <= last]
+
+  # Code of libraries other than layers, such as `jnp.sin`, has no line of a user or module inside.
+  elsewhere = {
+    span
+    for step in steps
+    if (found := spans(step))
+    for span in found
+    if _is_in_layer(step)
+    or step.location.source is None
+    or not first <= step.location.source.line <= last
+    or step.location.source.file != source.file
+  }
+  needed = {span for step in culprits for span in spans(step)[:1]}
+  if _last(source.function) == "<lambda>":
+    return Cure(_wrapped_lambda(statements, source), lambda step: bool(spans(step)))
+  wrapper = _Wrapper(elsewhere, needed)
+  written = [*map(wrapper.statement, statements)]
+  if wrapper.inside and len(statements) <= _MOST:
+    codes = [code or ast.unparse(each) for code, each in zip(written, statements, strict=True)]
+    return Cure("; ".join(codes), lambda step: wrapper.covers(spans(step)))
+  # If no statement of the line can be wrapped, or there are too many, wrap the function around it.
+
+  def covers(step: Step) -> bool:
+    frames = (frame for each in _tracebacks(step) for frame in frames_of(each))
+    return any((file, name) == (source.file, source.function) for file, _, name in frames)
+
+  return Cure(_wrapped_function(source), covers)
+
+
+def _tracebacks(step: Step) -> Iterator[Traceback]:
+  """Yields the tracebacks of an operation and of the calls around it, the innermost first."""
+  # Those of operations in a jitted function may begin at that function.
+  return (each.eqn.source_info.traceback for each in step.enclosing())
 
 
 def _last(name: str) -> str:
   return name.rpartition(".")[2]
-
-
-def wrapped_in_full_precision(source: Source | None) -> str:
-  """Returns the statement at a line, with its expression inside `mpjax.full_precision`."""
-  if source is None:
-    return "mpjax.full_precision(fn)(...)"
-  statements = _statements(source)
-  # A lambda has no statement of its own. Wrap the lambda instead.
-  if _last(source.function) == "<lambda>":
-    return _wrapped_lambda(statements, source)
-  wrapped = [_wrapped_statement(each) or ast.unparse(each) for each in statements[:_MOST]]
-  # If no statement of the line can be wrapped, or there are too many, wrap the function around it.
-  is_alike = wrapped == [ast.unparse(each) for each in statements]
-  return _wrapped_function(source) if is_alike else "; ".join(wrapped)
 
 
 def module_of(operation: Step | Operation) -> str | None:
@@ -152,8 +168,7 @@ def module_of(operation: Step | Operation) -> str | None:
 def _is_in_layer(step: Step) -> bool:
   """Whether an operation comes from the code of a Flax layer."""
   # The innermost frame comes first. A frame of the user before any layer means the user's own code.
-  for frame in frames_of(step.eqn.source_info.traceback):
-    file = frame[0]
+  for file, *_ in (frame for each in _tracebacks(step) for frame in frames_of(each)):
     if not is_library(file):
       return False
     if any(layers in file for layers in _LAYERS):
@@ -181,31 +196,130 @@ def _has_line(node: ast.stmt | ast.expr, line: int) -> bool:
   return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _wrapped_statement(statement: ast.stmt) -> str | None:
-  """Returns a statement with its value in `full_precision`; None if its meaning would change."""
-  # `return` without a value has nothing to wrap. Other statements are not a single expression.
-  if not isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) or statement.value is None:
-    return None
-  # In a lambda, `:=`, `await` and `yield` would no longer act on the function around it.
-  bound = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
-  if any(isinstance(node, bound) for node in ast.walk(statement.value)):
-    return None
-  call = f"mpjax.full_precision(lambda: {ast.unparse(statement.value)})()"
-  if isinstance(statement, ast.Return):
-    return f"return {call}"
-  # `a = b = value` has two targets. An expression statement has none.
-  targets = statement.targets if isinstance(statement, ast.Assign) else []
-  return "".join(f"{ast.unparse(target)} = " for target in targets) + call
+class _Wrapper:
+  """Puts the parts of a statement that compute something needed into `full_precision`.
+
+  Calls of other code are left outside: `x + self.mlp(jnp.sin(y))` becomes
+  `full_precision(lambda mlp: x + mlp)(self.mlp(full_precision(lambda: jnp.sin(y))()))` if the sum
+  and the sine are needed.
+
+  Attributes:
+    elsewhere: where the program calls other code.
+    needed: what has to be in float32.
+    inside: by the code of an expression, whether it runs inside of `full_precision`. Other code is
+      where the smallest of these expressions around it is.
+    names: the names in the statement.
+  """
+
+  def __init__(self, elsewhere: Collection[Span], needed: Collection[Span]) -> None:
+    self.elsewhere, self.needed = elsewhere, needed
+    self.inside: dict[Span, bool] = {}
+    self.names: set[str] = set()
+
+  def statement(self, statement: ast.stmt) -> str | None:
+    """Returns a statement with parts in `full_precision`; None if its meaning would change."""
+    # `return` without a value has nothing to wrap. Other statements are not a single expression.
+    kinds = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
+    if not isinstance(statement, kinds) or statement.value is None:
+      return None
+    # In a lambda, `:=`, `await` and `yield` would no longer act on the function around it.
+    bound = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+    if any(isinstance(node, bound) for node in ast.walk(statement.value)):
+      return None
+    # An expression statement has no target, and `a = b = value` has two.
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    value = statement.value
+    if isinstance(statement, ast.AugAssign):
+      if not isinstance(statement.target, ast.Name):
+        return None
+      targets = [statement.target]
+      value = ast.copy_location(ast.BinOp(statement.target, statement.op, value), statement)
+    self.names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    text = ast.unparse(self.wrapped(value))
+    prefix = "return " if isinstance(statement, ast.Return) else ""
+    return prefix + "".join(f"{ast.unparse(target)} = " for target in targets) + text
+
+  def wrapped(self, node: ast.expr) -> ast.expr:
+    """Returns an expression in which what is needed is computed in `full_precision`."""
+    span = _span(node)
+    calls: list[ast.Call] = []
+    self.with_calls(node, lambda call: calls.append(call) or call)
+    needed = [each for each in self.needed if _is_inside(each, span)]
+    # The arguments of a call of other code are wrapped on their own.
+    if all(any(_is_inside(each, _span(call)) for call in calls) for each in needed):
+      return self.with_calls(node, self.call) if needed else node
+    self.inside[span] = True
+    arguments: dict[str, str] = {}
+
+    def named(call: ast.Call) -> ast.expr:
+      last = _last(ast.unparse(call.func).partition("(")[0]).lower()
+      name = last if last.isidentifier() and not keyword.iskeyword(last) else "value"
+      numbered = (f"{name}_{i}" for i in itertools.count(2))
+      name = next(each for each in itertools.chain([name], numbered) if each not in self.names)
+      self.names.add(name)
+      arguments[name] = ast.unparse(self.call(call))
+      return ast.Name(name)
+
+    body = ast.unparse(self.with_calls(node, named))
+    parameters = f" {', '.join(arguments)}" if arguments else ""
+    text = f"mpjax.full_precision(lambda{parameters}: {body})({', '.join(arguments.values())})"
+    return ast.parse(text, mode="eval").body
+
+  def is_elsewhere(self, node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether an expression calls other code, and computes nothing that is needed itself."""
+    if not isinstance(node, ast.Call):
+      return False
+    return _span(node) in self.elsewhere and _span(node) not in self.needed
+
+  def call(self, node: ast.Call) -> ast.Call:
+    """Returns a call of other code, with the arguments in `full_precision` that need it."""
+    self.inside[_span(node)] = False
+    keywords = [ast.keyword(each.arg, self.wrapped(each.value)) for each in node.keywords]
+    return ast.Call(node.func, [*map(self.wrapped, node.args)], keywords)
+
+  def with_calls(self, node: Any, change: Callable[[ast.Call], ast.expr]) -> Any:
+    """Returns an expression with another one in place of each call of other code."""
+    if isinstance(node, list):
+      return [self.with_calls(each, change) for each in node]
+    if not isinstance(node, ast.AST) or isinstance(node, _CONDITIONAL):
+      return node
+    if self.is_elsewhere(node):
+      return change(node)
+    parts = {name: self.with_calls(x, change) for name, x in ast.iter_fields(node)}
+    return type(node)(**parts)
+
+  def covers(self, spans: Sequence[Span]) -> bool:
+    """Whether an operation that runs in some code is inside of `full_precision`."""
+    for span in spans:
+      around = [each for each in self.inside if _is_inside(span, each)]
+      # The smallest expression around starts last, and of those it ends first.
+      if around and self.inside[max(around, key=lambda each: (each[:2], -each[2], -each[3]))]:
+        return True
+    return False
+
+
+_CONDITIONAL = (
+  *(ast.Lambda, ast.IfExp, ast.BoolOp),
+  *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+"""Expressions that run parts of them never, or several times."""
+
+
+def _span(node: ast.expr) -> Span:
+  return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _is_inside(span: Span, outer: Span) -> bool:
+  return outer[:2] <= span[:2] and span[2:] <= outer[2:]
 
 
 def _wrapped_lambda(statements: list[ast.stmt], source: Source) -> str:
   nodes = [node for each in statements for node in ast.walk(each)]
   lambdas = [x for x in nodes if isinstance(x, ast.Lambda) and _has_line(x, source.line)]
-  # A lambda with a name is wrapped by that name.
+  # The definition of a lambda with a name is a statement.
   for each in statements:
     if isinstance(each, ast.Assign) and lambdas[:1] == [each.value]:
-      name = ast.unparse(each.targets[0])
-      return f"{name} = mpjax.full_precision({name})"
+      return f"{ast.unparse(each.targets[0])} = mpjax.full_precision({ast.unparse(each.value)})"
   # Of several lambdas on a line, the traceback does not say which one ran.
   if len(lambdas) == 1:
     return f"mpjax.full_precision({ast.unparse(lambdas[0])})"
@@ -216,4 +330,4 @@ def _wrapped_function(source: Source) -> str:
   name = _last(source.function)
   # A name such as "<listcomp>" or "<module>" is no function that can be wrapped.
   name = name if name.isidentifier() else "fn"
-  return f"{name} = mpjax.full_precision({name})"
+  return f"{name} = mpjax.full_precision({name})  # behind its definition"

@@ -157,3 +157,16 @@ def frames_of(traceback: Traceback) -> list[tuple[str, int, str]]:
   """Returns the file, line and function of the frames of a traceback, the innermost first."""
   frames = () if traceback is None else traceback.frames
   return [(f.file_name, f.line_num, f.function_name) for f in frames]
+
+
+Span: TypeAlias = tuple[int, int, int, int]
+"""The code of an expression: its first line and column, and its last ones, as in `ast`."""
+
+
+@functools.lru_cache(maxsize=65536)
+def spans_of(traceback: Traceback) -> Sequence[tuple[str, Span]]:
+  """Returns the file and the code that runs in each frame of a traceback, the innermost first."""
+  if traceback is None:
+    return ()
+  frames = zip(*traceback.raw_frames(), strict=True)
+  return [(code.co_filename, type(traceback).code_addr2location(code, i)) for code, i in frames]
