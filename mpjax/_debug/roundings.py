@@ -730,7 +730,7 @@ def _measured(
   def magnitudes(xs: Sequence[Array]) -> Mapping[Key, Array]:
     return run(body, xs, _Largest(places, blocked))[1]
 
-  @compiled_as_written
+  @functools.partial(compiled_as_written, runs_often=True)
   def changes(seed: Array, xs: Sequence[Array]) -> Any:
     observer = functools.partial(_Perturbed, places, blocked, bounds=bounds)
     results, pull = jax.vjp(
