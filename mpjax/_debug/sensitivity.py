@@ -132,7 +132,8 @@ def _traced(
     program, outputs = call.traced(fn)
   # Steps whose results nothing reads do not run.
   lows = lows_of(Graph(body_of(program, compiled=True)))
-  if not lows:
+  # A policy may keep all of a function in float32. Without a policy, nobody asked for less.
+  if not lows and "autocast" not in record.uses and not record.modules:
     raise MpjaxValueError(
       f"{CALL}(*args)",
       expected="a function that computes in low precision",

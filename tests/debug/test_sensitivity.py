@@ -178,6 +178,11 @@ def test_low_precision_that_nothing_reads_is_none():
     mpjax.sensitivity(fn)(normal(4))
 
 
+def test_a_policy_that_keeps_a_function_in_float32_makes_no_error():
+  report = mpjax.sensitivity(mpjax.autocast(lambda x: jnp.sum(jnp.exp(x))))(normal(4))
+  assert (report.predicted, report.measured, report.roundings, report.cures) == (0, 0, (), ())
+
+
 # Each case is a function, the line of the culprit, and the arguments.
 CASES = {
   "angle": ("angle = x @ w\nreturn jnp.sum(jnp.sin(40 * angle))", "angle = x @ w"),
