@@ -16,6 +16,7 @@ from mpjax._core.types import NumpyArray
 from mpjax._debug.compare_modules import Loop
 from mpjax._debug.compare_run import Gradient, Kept, RanCall, RecordedRun, save
 from mpjax._debug.paths import is_inside, is_within
+from mpjax._debug.relative_errors import RelativeErrors, relative_errors
 from mpjax._debug.report import MOST, Report, Section, rest
 from mpjax._jaxpr.locations import Direction
 
@@ -71,15 +72,9 @@ class _Error(NamedTuple):
   is_zero_in_g: bool = False
 
 
-class _Relative(NamedTuple):
-  """The relative errors of all iterations of a call, and which are inf because `g` has 0."""
-
-  values: NumpyArray
-  zero_in_g: NumpyArray
-
-  def at(self, index: tuple[int, ...]) -> _Error:
-    """Returns the error of one iteration."""
-    return _Error(float(self.values[index]), bool(self.zero_in_g[index]))
+def _at(errors: RelativeErrors, index: tuple[int, ...]) -> _Error:
+  """Returns the error of one iteration."""
+  return _Error(float(errors.values[index]), bool(errors.of_zero[index]))
 
 
 class _Placed(NamedTuple):
@@ -349,7 +344,7 @@ class _Errors(NamedTuple):
     for name in keys:
       pair = self._pair(keys[name], others.get(name, ""))
       if pair is not None and pair[0].shape == pair[1].shape:
-        yield name, _relative([pair]).at(())
+        yield name, _at(relative_errors([pair]), ())
 
   def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
     """Yields a row for each iteration of a call that both runs have."""
@@ -370,9 +365,9 @@ class _Errors(NamedTuple):
       if call.direction == "forward" and call.call == 0:
         gradient = self._gradient(call.path, index)
       errors = {
-        "output": output.at(index),
-        "inputs": inputs.at(index),
-        "cotangent": cotangent.at(index),
+        "output": _at(output, index),
+        "inputs": _at(inputs, index),
+        "cotangent": _at(cotangent, index),
         "gradient": gradient,
       }
       row = CompareRow(
@@ -390,7 +385,7 @@ class _Errors(NamedTuple):
 
   def _output(
     self, outputs: Iterable[tuple[Kept, Kept]], call: RanCall, lengths: tuple[int, ...]
-  ) -> _Relative:
+  ) -> RelativeErrors:
     """Returns the error of the outputs of a call, for each iteration."""
     keys = [(a.key, b.key) for a, b in outputs]
     if call.direction == "forward":
@@ -398,22 +393,22 @@ class _Errors(NamedTuple):
     # Outputs of a backward pass include gradients that are 0 except for rounding. Such a gradient
     # alone would have a huge relative error.
     pairs = [self._pair(*each) for each in keys]
-    return _relative([pair for pair in pairs if pair is not None], len(lengths))
+    return relative_errors([pair for pair in pairs if pair is not None], len(lengths))
 
   def _pair(self, key: str, other: str) -> tuple[NumpyArray, NumpyArray] | None:
     a, b = self.run.arrays.get(key), self.reference.arrays.get(other)
     return None if a is None or b is None else (a, b)
 
-  def _largest(self, keys: Iterable[tuple[str, str]], lengths: tuple[int, ...]) -> _Relative:
+  def _largest(self, keys: Iterable[tuple[str, str]], lengths: tuple[int, ...]) -> RelativeErrors:
     """Returns the largest error of some pairs, for each iteration; NaN without pairs."""
     pairs = (self._pair(*each) for each in keys)
-    errors = [_relative([pair], len(lengths)) for pair in pairs if pair is not None]
+    errors = [relative_errors([pair], len(lengths)) for pair in pairs if pair is not None]
     if not errors:
       return _same_everywhere(math.nan, lengths)
     # Report "0 in g" only if no error is inf for another reason, such as an overflow.
-    zero = [each.zero_in_g | np.isfinite(each.values) for each in errors]
+    zero = [each.of_zero | np.isfinite(each.values) for each in errors]
     largest = np.max([each.values for each in errors], axis=0)
-    return _Relative(largest, np.isinf(largest) & np.all(zero, axis=0))
+    return RelativeErrors(largest, np.isinf(largest) & np.all(zero, axis=0))
 
   def _gradient(self, path: str, index: tuple[int, ...]) -> _Error:
     """Returns the error of the gradients of a module, and of those inside, in an iteration."""
@@ -427,7 +422,7 @@ class _Errors(NamedTuple):
       part = None if pair is None else _part(each, pair, index)
       if part is not None:
         pairs.append(part)
-    return _relative(pairs).at(()) if pairs else _Error(math.nan)
+    return _at(relative_errors(pairs), ()) if pairs else _Error(math.nan)
 
 
 def _part(
@@ -471,31 +466,8 @@ def _by_shape(value: Kept) -> tuple[int, ...]:
   return value.shape
 
 
-def _same_everywhere(error: float, lengths: tuple[int, ...]) -> _Relative:
-  return _Relative(np.full(lengths, error), np.zeros(lengths, bool))
-
-
-def _relative(pairs: Iterable[tuple[NumpyArray, NumpyArray]], lead: int = 0) -> _Relative:
-  """Returns the norm of the differences over the norm of the second arrays, by leading axes."""
-  difference, total = np.zeros(()), np.zeros(())
-  for a, b in pairs:
-    # Errors may be below the spacing of float32, and squares overflow float16.
-    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    x, y = a.astype(wide), b.astype(wide)
-    with np.errstate(all="ignore"):
-      # If both arrays have the same inf or NaN, as in a mask, they do not differ there.
-      same = (x == y) | (np.isnan(x) & np.isnan(y))
-      away = np.where(same, 0, np.abs(x - y) ** 2)
-      size = np.where(np.isfinite(y), np.abs(y) ** 2, 0)
-    # Sum within an iteration. The leading axes are those of the loops.
-    axes = tuple(range(lead, a.ndim))
-    # If one run alone is not finite, the error is inf rather than NaN, so that it counts.
-    difference = difference + np.where(np.isfinite(away), away, math.inf).sum(axes)
-    total = total + size.sum(axes)
-  with np.errstate(all="ignore"):
-    # Equal arrays have the error 0, also where both are 0.
-    errors = np.where(difference == 0, 0.0, np.sqrt(difference / total))
-  return _Relative(errors, (difference > 0) & np.isfinite(difference) & (total == 0))
+def _same_everywhere(error: float, lengths: tuple[int, ...]) -> RelativeErrors:
+  return RelativeErrors(np.full(lengths, error), np.zeros(lengths, bool))
 
 
 def _order(loops: Sequence[Loop], index: Sequence[int]) -> tuple[float, ...]:

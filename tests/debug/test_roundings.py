@@ -5,7 +5,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from mpjax._debug.arguments import Call
-from mpjax._debug.roundings import before_nonfinite, errors_of, norm_of, relative_error
+from mpjax._debug.relative_errors import relative_error
+from mpjax._debug.roundings import before_nonfinite, errors_of
 from mpjax._matmul.format_rounding import roundoff
 from mpjax._optim.scaled import scaled
 from tests.models.values import normal
@@ -46,7 +47,7 @@ def test_a_contribution_is_the_change_of_the_result_by_the_error_of_a_rounding()
   assert [each.contribution for each in found.roundings] == pytest.approx([want], rel=0.05)
   assert found.roundings[0].amplification == pytest.approx(want / 2**-9, rel=0.05)
   exact, real = np.sin(3 * X), np.sin(3 * rounded(X))
-  assert found.measured == pytest.approx(relative_error([(exact, real)]), rel=1e-4)
+  assert found.measured == pytest.approx(relative_error([(real, exact)]), rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
@@ -367,11 +368,3 @@ def test_the_roundoff_is_near_the_mean_error_of_a_rounding(dtype):
   x = np.random.default_rng(0).uniform(1, 2, 10_000).astype(np.float32)
   relative = np.linalg.norm(rounded(x, dtype) - x) / np.linalg.norm(x)
   assert relative == pytest.approx(roundoff(jnp.dtype(dtype)), rel=0.3)
-
-
-def test_a_relative_error_is_of_all_arrays_together_and_of_any_size():
-  one, other = [np.asarray([3e30], np.float32), np.asarray([4e30])], [np.zeros(1), np.zeros(1)]
-  assert relative_error(zip(one, other, strict=True)) == 1
-  assert norm_of([np.asarray([3, 4j]), np.float16(12)]) == 13
-  assert relative_error([(np.ones(2), np.asarray([1, np.nan]))]) == np.inf
-  assert np.isnan(relative_error([(np.zeros(2), np.ones(2))]))

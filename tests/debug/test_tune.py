@@ -12,7 +12,7 @@ from flax import nnx
 from jax.extend.core import Literal
 
 import mpjax
-from mpjax._debug.roundings import relative_error
+from mpjax._debug.relative_errors import relative_error
 from mpjax._debug.tune_rules import rules_for
 from tests.debug.losses_to_tune import GAIN, KERNELS, Root, X, prepared, stack
 from tests.errors import refused
@@ -26,7 +26,7 @@ def error_of(loss_fn, args, rules, policy):
   exact = jax.tree.leaves(jax.jit(jax.grad(loss_fn))(*args))
   cast = mpjax.autocast(lambda *a: 64 * loss_fn(*a), policy, rules=rules)
   found = jax.tree.leaves(jax.jit(jax.grad(cast))(*args))
-  return relative_error((b, a / 64) for a, b in zip(found, exact, strict=True))
+  return relative_error((a / 64, b) for a, b in zip(found, exact, strict=True))
 
 
 def test_a_budget_is_met_by_a_choice_without_a_needless_upgrade():
@@ -82,7 +82,7 @@ def test_printed_rules_paste_into_linen_and_autocast(capsys):
   exact, low = (
     jax.grad(lambda v, m=m: 64 * loss_fn(v, args[1], m))(args[0]) for m in (Root(), model)
   )
-  assert relative_error(zip(*map(jax.tree.leaves, (exact, low)), strict=True)) < 0.01
+  assert relative_error(zip(*map(jax.tree.leaves, (low, exact)), strict=True)) < 0.01
 
 
 def test_the_error_is_that_of_the_model_under_with_policy():
@@ -98,7 +98,7 @@ def test_the_error_is_that_of_the_model_under_with_policy():
   def gradient(fn):
     return jax.tree.leaves(jax.grad(lambda v: loss(fn.apply(v, x)))(variables))
 
-  pairs = zip(*map(gradient, (linen, mpjax.with_policy(linen, "mixed_bfloat16"))), strict=True)
+  pairs = zip(*map(gradient, (mpjax.with_policy(linen, "mixed_bfloat16"), linen)), strict=True)
   error = relative_error(pairs)
   tune = mpjax.tune(lambda v: loss(linen.apply(v, x)), tolerance=1e3)(variables)
   of_nnx = mpjax.tune(lambda model: loss(model(x)), tolerance=1e3)(model)
@@ -126,7 +126,7 @@ def test_a_rule_is_for_all_modules_that_it_picks_out_and_for_no_other_matmul():
   assert report.float32 == ("",)
   low = [mpjax.with_policy(model, "mixed_float16", pasted(report)) for model in models]
   exact, rounded = (jax.tree.leaves(jax.grad(loss_fn)(variables, m, 64)) for m in (models, low))
-  assert relative_error(zip(exact, rounded, strict=True)) < 0.01
+  assert relative_error(zip(rounded, exact, strict=True)) < 0.01
 
 
 def test_the_rule_for_a_model_of_one_module_is_one_for_all():
@@ -268,7 +268,7 @@ def test_the_advised_rules_have_the_error_and_headroom_that_were_promised(kind, 
   numbers = []
   of_float32 = evaluated(exact.jaxpr, exact.consts, leaves, [])
   found = evaluated(low.jaxpr, low.consts, leaves, numbers)
-  assert relative_error(zip(of_float32, found, strict=True)) == pytest.approx(
+  assert relative_error(zip(found, of_float32, strict=True)) == pytest.approx(
     report.error, rel=0.05
   )
   assert 65504 / max(numbers) == pytest.approx(report.headroom, rel=1e-3)
@@ -289,7 +289,7 @@ def test_each_module_gets_the_first_format_that_is_exact_enough():
   # With an output dtype, results inside the model would be inputs in float32.
   assert {str(rule.policy) for rule in report.rules} == {"params=float32,compute=bfloat16"}
   found, of_float32 = (evaluated(x.jaxpr, x.consts, leaves, []) for x in (low, exact))
-  error = relative_error(zip(of_float32, found, strict=True))
+  error = relative_error(zip(found, of_float32, strict=True))
   assert error == pytest.approx(report.error, rel=0.05)
   assert error <= 0.7 * plain.error
 

@@ -960,7 +960,7 @@ mpjax/_debug/compare_modules.py::_Finder._begins_again
 + False
 ::test_calls_of_one_module_are_told_apart
 
-mpjax/_debug/compare_report.py::_relative
+mpjax/_debug/relative_errors.py::relative_errors
 
 131 a NaN that both runs have is a difference
 - (x == y) | (np.isnan(x) & np.isnan(y))
