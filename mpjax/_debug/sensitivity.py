@@ -154,7 +154,7 @@ def _traced(
     counted = {}
     # A step has a gradient inside. A residual model, which adds to its argument, has none.
     if has_backward_pass(program):
-      counted = _new_versions(Graph(program), call, call.arguments(fn), outputs)
+      counted = _updated(Graph(program), call, call.arguments(fn), outputs)
     kind = "update" if counted else "result"
     counted = counted or dict.fromkeys(range(len(outputs)))
   counted = {i: j for i, j in counted.items() if _is_inexact(program.out_avals[i])}
@@ -165,20 +165,21 @@ def _is_inexact(aval: ShapedArray) -> bool:
   return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _new_versions(
+def _updated(
   graph: Graph, call: Call, arguments: Sequence[Argument], outputs: Sequence[Path]
 ) -> dict[int, int | None]:
-  """Returns the results that replace an argument of a training step, each with that argument.
+  """Returns the results that are an argument of a training step plus an update, with that argument.
 
-  A result replaces an argument if it has the same tree. So has a gradient, but only a step adds
-  something to an argument. Without such a sum the function is no step, and nothing is returned.
+  They are the parameters. Averages, such as the moments of Adam, have other scales, so a norm of
+  all together would show the errors of the largest alone. The dict is empty if the function is no
+  step: it adds nothing to an argument of which it returns a new version.
   """
   # By argument, and by result: the position of each leaf, by its path and type.
   taken: dict[str, dict[object, int]] = {}
   for i, (one, value) in enumerate(zip(arguments, graph.arguments, strict=True)):
     name = one.name.removesuffix("/".join(one.keys))
     taken.setdefault(name, {})[one.keys, value.aval.shape, value.dtype] = i
-  found: dict[int, int | None] = dict(call.written)
+  new_versions: dict[int, int] = dict(call.written)
   # The first key of the path of a result is its number, if the function returns several.
   for depth in (0, 1):
     returned: dict[Path, dict[object, int]] = {}
@@ -186,13 +187,11 @@ def _new_versions(
       key = path[depth:], value.aval.shape, value.dtype
       returned.setdefault(path[:depth], {})[key] = i
     for result in returned.values():
+      # A result replaces an argument if it has the same tree.
       for argument in taken.values():
-        if argument.keys() == result.keys() and not found.keys() & set(result.values()):
-          found.update({result[key]: argument[key] for key in result})
-  sums = (
-    graph.arguments[j] in _summed(graph.results[i]) for i, j in found.items() if j is not None
-  )
-  return found if any(sums) else {}
+        if argument.keys() == result.keys() and not new_versions.keys() & set(result.values()):
+          new_versions.update({result[key]: argument[key] for key in result})
+  return {i: j for i, j in new_versions.items() if graph.arguments[j] in _summed(graph.results[i])}
 
 
 def _summed(value: Value) -> set[Value]:

@@ -72,7 +72,8 @@ class SensitivityReport(Report):
 
   Args:
     name: the name of the function.
-    of: what the errors are relative to: "gradient" of a loss, "update" of a step, or "result".
+    of: what the errors are relative to: "gradient" of a loss, "update" of the parameters of
+      a step, or "result".
     predicted: the relative error of the result, from all roundings and decisions.
     measured: the relative error with all roundings made, one operation after the other. It is inf
       if the result is not finite.

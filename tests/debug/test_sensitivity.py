@@ -289,6 +289,27 @@ def test_a_step_that_writes_to_a_model_has_errors_of_its_update():
   assert 0.5 < report.predicted / report.measured < 2
 
 
+def test_averages_of_a_step_hide_no_error_of_its_parameters():
+  def step(params, average, x):
+    @mpjax.autocast
+    def angles(params):
+      return jnp.mean(jnp.sin(40 * (x @ params)))
+
+    # The average is larger than an update, and is exact.
+    return params - 1e-3 * jax.grad(angles)(params), 0.9 * average + 100 * jnp.mean(x, 0)
+
+  params = normal(8, 8)
+  exact = jax.grad(lambda params: jnp.mean(jnp.sin(40 * (X @ params))))(params)
+  report = mpjax.sensitivity(step)(params, jnp.ones(8), X)
+  assert report.of == "update"
+  (update,) = report.exact
+  low = step(params, jnp.ones(8), X)[0] - params
+  error = np.linalg.norm(low + 1e-3 * exact) / np.linalg.norm(1e-3 * exact)
+  assert report.measured == pytest.approx(error, rel=0.5)
+  assert error > 0.05
+  np.testing.assert_allclose(update, params - 1e-3 * exact, rtol=1e-5)
+
+
 def test_text_json_and_html():
   report = mpjax.sensitivity(loss)(PARAMS, X)
   text = str(report)
