@@ -125,7 +125,7 @@ def test_html_is_the_text_escaped(tmp_path):
 
 def test_a_notebook_can_neither_change_the_font_of_html_nor_wrap_it():
   """JupyterLab has rules for `pre`, and the style of the element itself is stronger."""
-  style = re.search("<pre style='([^']*)'>", Example()._repr_html_())[1]
+  (style,) = re.findall("<pre style='([^']*)'>", Example()._repr_html_())
   properties = dict(each.split(":") for each in style.split(";"))
   assert properties["font-family"] == "monospace"
   assert properties["white-space"] == "pre"
