@@ -47,17 +47,19 @@ def sensitivity(
   The report predicts the relative error of the result: of its gradient, if the function is a loss,
   and of the update, if it is a training step. It lists the roundings by their contribution. The
   amplification of a rounding is its contribution over the error of one rounding. It is about 1 in
-  healthy programs, and 10 to 10^6 where something cancels, overflows or is a large angle. Above 8
-  the report names the change that cures it, and the error that remains with all cures.
+  healthy programs, and 10 to 10^6 where numbers cancel or where a rounded number is a large angle.
+  If it is above 8, or if a value overflows, the report names the change that cures it, and the
+  error that remains with all cures.
 
-  The function is traced under its policy. It runs in float32, with a backward pass for each of 4
-  random projections of the result, or of 12 if the prediction differs from the measured error.
+  The function is traced under its policy, but it runs in float32, with a backward pass for each of
+  4 random projections of the result, or of 12 if the prediction differs from the measured error.
   docs/sensitivity.md describes the method and its cost. The idea is that of error estimation by
   adjoints, as in CHEF-FP (Vassilev et al., 2022).
 
   Args:
-    fn: a model, a loss, a gradient or a training step, jitted or not, under a policy. A loss
-      returns a scalar, or one and aux. It is differentiated by its first argument.
+    fn: a model, a loss, a gradient or a training step, jitted or not, under a policy unless
+      `policy` is passed. A loss returns a scalar, or one and aux. It is differentiated by its first
+      argument.
     policy: the policy for a function that has none. Flax models run under it as with
       `mpjax.with_policy`, and other functions as with `mpjax.autocast`.
 
@@ -68,7 +70,8 @@ def sensitivity(
   Raises:
     MpjaxTypeError: `fn` is no function; when called: an argument is traced.
     MpjaxValueError: the policy is unknown. When called: nothing is in low precision, the function
-      has a policy and gets another, or its results are not finite in float32.
+      has a policy and gets another, its results are not finite in float32, or its result has no
+      floating number other than zero.
 
   >>> import jax, jax.numpy as jnp, mpjax
   >>> def loss_fn(w, x):  # The angle is about 100.

@@ -15,8 +15,8 @@ from mpjax._jaxpr.locations import Direction, Source
 THRESHOLD = 8.0
 """The largest amplification that needs no cure.
 
-It is at most 3 in healthy models. Of 67 realistic programs, those above 8 are the five that are
-known to be less accurate in bfloat16 than with dtypes set by hand.
+It is at most 3.2 in the 47 healthy models of docs/sensitivity.md. Of the 25 delicate programs on
+that page, three have a rounding above 8.
 """
 
 
@@ -33,9 +33,10 @@ class RoundingRow(NamedTuple):
     operation: the name of the primitive.
     direction: the pass.
     dtype: the format that the values are rounded to.
-    contribution: the relative change of the result that they cause.
+    contribution: the relative change of the result that they cause. Values that overflow are left
+      out.
     amplification: the contribution over the error of one rounding.
-    overflows: whether a value is too large for the format. Its contribution is infinite.
+    overflows: whether a value is too large for the format. The printed contribution is then inf.
     cure: the change that avoids the roundings, as code; "" if none is needed.
   """
 
@@ -74,7 +75,8 @@ class SensitivityReport(Report):
     name: the name of the function.
     of: what the errors are relative to: "gradient" of a loss, "update" of the parameters of
       a step, or "result".
-    predicted: the relative error of the result, from all roundings and decisions.
+    predicted: the relative error of the result, added up from all roundings and decisions. Values
+      that overflow are left out.
     measured: the relative error with all roundings made, one operation after the other. It is inf
       if the result is not finite.
     by_decisions: the part of the error that comes from decisions that differ.
@@ -82,10 +84,10 @@ class SensitivityReport(Report):
     decisions: the comparisons, indices and integers that differ, by share.
     cures: the changes that the rows above the threshold need, as code.
     predicted_with_cures: the predicted error with all of them.
-    measured_with_cures: the error that is then measured.
+    measured_with_cures: the relative error that is measured with all of them.
     cured_share: the share of the matmuls' FLOPs in low precision that the cures move to float32.
-    not_followed: kernels, and operations that cannot be differentiated. Roundings of their operands
-      are not counted.
+    not_followed: kernels, and operations that cannot be differentiated. The prediction does not
+      count roundings of their operands.
     exact: the arrays of the result in float32, as NumPy arrays.
 
   >>> import jax.numpy as jnp, mpjax

@@ -61,12 +61,12 @@ def tune(
     loss_fn: the plain loss in float32, of a Linen model, an NNX model (an argument, or merged from
       a state), or any function of trees of arrays. Returns a scalar, or one and aux. The first
       argument of a method of an NNX model is the model.
-    policy: computes in bfloat16 or float16, or multiplies in a format. Of several policies, the
-      first is preferred for each module, and float32 comes last.
+    policy: a policy that computes in bfloat16 or float16, with or without a format for its matmuls.
+      Of several policies, the first is preferred for each module, and float32 comes last.
     tolerance: the relative error of the gradient that is allowed, such as 0.01. The report says
       what errors the plain policy and float32 itself have.
     headroom: how many times the float16 values may grow before they overflow. A module that leaves
-      less is upgraded, even if its error is small. The default is what `mpjax.ranges` leaves for
+      less is upgraded, even if its error is small. The default is 8, as `mpjax.ranges` leaves for
       gradients.
 
   Returns:

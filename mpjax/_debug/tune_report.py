@@ -1,4 +1,4 @@
-"""The report of `mpjax.tune`: rules, and the error by share in low precision."""
+"""The report of `mpjax.tune`: rules, the error of each module, and the measured choices."""
 
 import collections
 import dataclasses
@@ -52,7 +52,7 @@ class Evaluation(NamedTuple):
 
 
 class ModuleReport(NamedTuple):
-  """A module.
+  """A module, and its part of the error and of the FLOPs.
 
   Fields:
     path: the path that a rule for the module matches; "" for the code around all modules.
@@ -77,13 +77,13 @@ class TuneReport(Report):
     required_headroom: the headroom that was asked for.
     policy: the policy of the best choice, for `mpjax.with_policy` or `mpjax.autocast`.
     rules: the rules of the best choice, for the modules with another policy.
-    error: measured under them.
-    headroom: measured under them, see `Evaluation`.
-    half_share: from 0 to 1.
+    error: the relative error of the gradient under these rules, as measured.
+    headroom: how many times the float16 values may grow under these rules, see `Evaluation`.
+    half_share: the share of the FLOPs of matmuls in low precision, from 0 to 1.
     shares: the shares of the FLOPs of matmuls, by format.
     formats: the formats in which the matmuls of a module ran under `rules`, by its path.
     upgrades: the policies of the modules that do not have the first one, by path.
-    plain: the first policy for all modules.
+    plain: the measurement of the first policy for all modules, without rules.
     evaluations: all choices that were measured, in order.
     bound: the largest number of measurements.
     loss_scale: the loss scale with which float16 was measured; 1 without float16.
