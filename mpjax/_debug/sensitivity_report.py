@@ -120,21 +120,29 @@ class SensitivityReport(Report):
   def _errors(self) -> Section:
     """Returns the predicted error, and the table of roundings."""
     first = f"The {self.of} of {self.name} has a relative error of {_text(self.predicted)}, as "
-    first += f"predicted from its roundings. With all of them made, it is {_text(self.measured)}."
-    lines = [first]
+    first += "predicted from its roundings. With all of them made, "
+    if math.isfinite(self.measured):
+      lines = [f"{first}it is {_text(self.measured)}."]
+    else:
+      lines = [f"{first}the {self.of} is not finite."]
+    decides = self.by_decisions > self.predicted / 2
     if any(row.overflows for row in self.roundings):
       lines.append("Values overflow. See the first rows.")
     elif not self.cures and not math.isfinite(self.measured):
       lines.append("Find where it comes from: print(mpjax.find_nonfinite(fn)(*args)).")
     elif not self.cures:
-      lines.append(f"No rounding is amplified more than {THRESHOLD:.0f} times: nothing to do.")
+      end = "." if decides else ": nothing to do."
+      lines.append(f"No rounding is amplified more than {THRESHOLD:.0f} times{end}")
     low, high = sorted((self.predicted, self.measured))
     if math.isfinite(high) and high > _ABRUPT * low:
       lines.append(
-        "Both differ, so the result changes abruptly within one rounding. The measured error holds."
+        f"They differ by more than {_ABRUPT:.0f} times, because the {self.of} changes abruptly "
+        "within one rounding. Trust the measured error."
       )
-    if self.by_decisions > self.predicted / 2:
-      lines.append(f"Decisions that differ cause an error of {_text(self.by_decisions)} alone.")
+    if decides:
+      lines.append(
+        f"Decisions that differ, see below, cause an error of {_text(self.by_decisions)} alone."
+      )
     if self.not_followed:
       lines.append("The prediction is a lower bound: some operations are not followed.")
     groups: dict[tuple[object, ...], list[RoundingRow]] = {}
@@ -184,7 +192,7 @@ class SensitivityReport(Report):
     rows = [
       (row.path or "(root)", row.operation, str(row.source or "-")) for row in self.not_followed
     ]
-    lines = ["These operations have no derivative. What is rounded before them is not counted."]
+    lines = ["These operations have no derivative, so roundings of their operands are not counted."]
     title = "Operations that are not followed"
     return Section.cut(title, "module, operation, line", rows, lines if rows else ())
 

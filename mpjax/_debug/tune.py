@@ -1,4 +1,4 @@
-"""`tune`: the most exact format that each module needs for a tolerated error of the gradient."""
+"""`tune`: the formats of modules that leave the error of the gradient within a tolerance."""
 
 import math
 import sys

@@ -153,7 +153,10 @@ class TuneReport(Report):
     """Returns what the rules buy, and which tolerances make sense."""
     plain, noise = self.plain.error, self.plain.noise
     name = self._name_of(self.policies[0])
-    lines = [f"Without rules, {name} has an error of {_text(plain)}. Float32 has {noise:.1g}."]
+    if math.isfinite(plain):
+      lines = [f"Without rules, {name} has an error of {_text(plain)}. Float32 has {noise:.1g}."]
+    else:
+      lines = [f"Without rules, the gradient in {name} is not finite. Float32 has {noise:.1g}."]
     if self.upgrades and math.isfinite(plain) and self.plain.headroom >= self.required_headroom:
       moved = percent(max(self.plain.half_share - self.half_share, 0.0))
       bought = f"take the error from {_text(plain)} to {_text(self.error)}"

@@ -61,9 +61,11 @@ def test_decisions_and_what_is_not_followed_are_said_only_if_there_are_any():
   found = report(decisions=(decision,), by_decisions=0.015, not_followed=(kernel,))
   text = " ".join(str(found).split())
   assert "a argmax 25.0 % model.py:7" in text
-  assert "Decisions that differ cause an error of 0.015 alone." in text
+  assert "Decisions that differ, see below, cause an error of 0.015 alone." in text
   assert "b pallas_call model.py:7" in text
   assert "a lower bound" in text
+  # No rounding is to blame, but a decision is.
+  assert "No rounding is amplified more than 8 times. Decisions" in text
   assert math.isnan(kernel.share)
 
 
