@@ -15,7 +15,7 @@ from mpjax._jaxpr.locations import Direction, Source
 THRESHOLD = 8.0
 """The largest amplification that needs no cure.
 
-It is at most 3.2 in the 47 healthy models of docs/sensitivity.md. Of the 25 delicate programs on
+It is below 4 in the 47 healthy models of docs/sensitivity.md. Of the 25 delicate programs on
 that page, three have a rounding above 8.
 """
 
