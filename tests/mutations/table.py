@@ -939,12 +939,12 @@ mpjax/_jaxpr/compat.py::with_equations
 + False
 tests/jaxpr/test_compat.py::test_a_jaxpr_with_an_object_is_high
 
-mpjax/_debug/compare_run.py::_compiled
+mpjax/_debug/compiled.py::compiled_as_written
 
-128 XLA leaves out roundings, which were to be compared
+128 XLA leaves out roundings, which diagnostics are about
 - {"xla_allow_excess_precision": False}
 + {}
-::test_casts_are_as_they_are_written
+::test_a_cast_and_back_rounds
 
 mpjax/_debug/compare_run.py::record
 
