@@ -61,10 +61,11 @@ class GroupRanges:
       or NaN, in the order of execution; 0 for an argument, None where all numbers are finite.
 
   >>> import jax.numpy as jnp, mpjax
-  >>> report = mpjax.ranges(jnp.dot)(jnp.eye(4), jnp.asarray([0.0, 1.0, 1.5, 2.0**-30]))
+  >>> x = jnp.zeros(16).at[:3].set([1.0, 1.5, 2.0**-30])
+  >>> report = mpjax.ranges(jnp.dot)(jnp.eye(16), x)
   >>> group = report.of("activations")[0]
   >>> group.exponents, group.zero, group.lost["float16"]["zero"]
-  (Counter({0: 2, -30: 1}), 1, 1)
+  (Counter({0: 2, -30: 1}), 13, 1)
   """
 
   kind: RangeKind
@@ -128,7 +129,8 @@ class RangesReport(Report):
       `loss_scale` is computed.
 
   >>> import jax.numpy as jnp, mpjax
-  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(2), jnp.asarray([1.0, 2.0**-30]))
+  >>> x = jnp.tile(jnp.asarray([1.0, 2.0**-30]), 8)
+  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(16), x)
   >>> report.loss_scale, report.lost_gradients(1.0)
   (4096.0, 0.5)
   """

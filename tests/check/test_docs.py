@@ -7,7 +7,6 @@ import re
 import sys
 import types
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -56,7 +55,10 @@ def run_page(markdown: str, name: str) -> int:
   """
   # As in a notebook, texts such as "__main__:RECIPE" name objects of the page.
   page = types.ModuleType("__main__")
-  with mock.patch.dict(sys.modules, __main__=page):
+  # `mock.patch.dict` would also forget the modules that the page imports, and those in C cannot be
+  # loaded twice.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, "__main__", page)
     return _run_blocks(markdown, name, vars(page))
 
 
