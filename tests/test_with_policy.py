@@ -13,7 +13,6 @@ from flax import nnx
 import mpjax
 from mpjax._policy.active import ACTIVE
 from tests.errors import refused
-from tests.linen.probes import Does
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
@@ -77,7 +76,7 @@ OF_LINEN, OF_NNX = mpjax.linen.with_policy, mpjax.nnx.with_policy
 WRAPPED, VIEW = OF_LINEN(nn.Dense(2), "c=bf16"), OF_NNX(linear(), "c=bf16")
 BOUND = Parent().bind({"params": {}})
 LINEN, NNX = "an unbound flax.linen.Module", "a flax.nnx.Module"
-ONCE = "PolicyModule, which is under a policy already", "Wrap the plain model once"
+ONCE = "Dense, which is under a policy already", "Wrap the plain model once"
 READY = "a view already (Linear under ", "For another policy make a view of the plain model."
 OF_EACH, FUNCTION = mpjax.with_policy, "a function of arrays"
 REFUSED = [
@@ -133,31 +132,6 @@ def test_policies_rules_and_options_are_checked(way):
   with refused(ValueError, f"{name}(unmatched=...)", expected, "'error'", "Did you mean"):
     call("bfloat16", unmatched="error")
   assert ACTIVE.value is None  # A scope that is refused is not entered.
-
-
-class Calls(nn.Module):
-  """Calls what it holds as if it were a submodule."""
-
-  held: object
-
-  def __call__(self, x):
-    return self.held(x)
-
-
-CALLS = {
-  "called": lambda: WRAPPED(X),
-  "held": lambda: Calls(WRAPPED).init(KEY, X),
-  "held, in jit": lambda: jax.jit(Calls(WRAPPED).init)(KEY, X),
-  "closed over": lambda: Does(lambda module, x: WRAPPED(x)).init(KEY, X),
-  "in a layer of Flax": lambda: nn.Sequential([nn.Dense(3), WRAPPED]).init(KEY, X),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrapped_model_is_no_submodule(name):
-  where, expected = "Dense under mpjax.with_policy: __call__(...)", "a call of apply, init or bind"
-  with refused(TypeError, where, expected, "a wrapped model used as a submodule", "Wrap the root"):
-    CALLS[name]()
 
 
 def test_errors_of_flax_come_through_as_they_are():

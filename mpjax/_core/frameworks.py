@@ -14,7 +14,7 @@ from mpjax._core.types import Leaf, PyTree
 T = TypeVar("T")
 
 _CLASSES = {
-  "Linen": ("flax.linen.Module", "mpjax.linen.PolicyModule"),
+  "Linen": ("flax.linen.Module",),
   "NNX": ("flax.nnx.Module", "flax.nnx.Optimizer"),
   "Equinox": ("equinox.Module",),
   "Haiku": (

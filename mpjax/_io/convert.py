@@ -124,7 +124,7 @@ def _problem(params: object) -> tuple[str, str] | None:
     got = f"the NNX module {type(params).__name__}"
     fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
     return got, fix
-  # Linen, Haiku and `PolicyModule` have both methods.
+  # Linen and Haiku have both methods.
   if hasattr(params, "apply") and hasattr(params, "init"):
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."

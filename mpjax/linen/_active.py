@@ -21,6 +21,8 @@ class LinenActive(active.Active):
   Fields:
     config: what the user gave; None where policies are switched off.
     of_root: the policy of the root of this `init` or `apply`.
+    root_path: the path of that root, to which the paths of rules are relative. It is longer than ()
+      for a model under a policy that is a submodule of another one.
     record: where to note the modules called, during `init`. It is equal to nothing but itself: no
       function compiled before is reused while it is there, so that no module is missed.
     root: the scope of the root; it tells a model that is applied inside from the root itself.
@@ -30,6 +32,7 @@ class LinenActive(active.Active):
 
   config: PolicyConfig | None = None
   of_root: ModulePolicy = NO_POLICY
+  root_path: tuple[str, ...] = ()
   record: ModuleRecord | None = None
   # JAX compares the active state to find traces. These fields differ in each call, and would make
   # each call another key of its caches.
@@ -46,7 +49,7 @@ def current() -> LinenActive | None:
   return state if isinstance(state, LinenActive) else None
 
 
-def begin(config: PolicyConfig, **records: Any) -> LinenActive:
+def begin(config: PolicyConfig, **fields: Any) -> LinenActive:
   """Returns the state at the root of a model that `config` was given to."""
   policy, around = ModulePolicy(config.policy), ACTIVE.value
   if AUDIT.value is not None:
@@ -61,15 +64,16 @@ def begin(config: PolicyConfig, **records: Any) -> LinenActive:
     tracing=traced is not None,
     region=region_of(config.policy) if traced is None else traced.region,
     outside_policies=outside_policies(),
-    **records,
+    **fields,
   )
 
 
-def module_path(module: nn.Module) -> str:
+def module_path(active: LinenActive, module: nn.Module) -> str:
   """Returns the path that rules see: relative to the root, or the name of a root."""
+  path, root = tuple(module.path or ()), active.root_path
   # A child on which `.apply` is called in a forward pass is the root of that call, and has only a
   # name.
-  return "/".join(module.path or ()) or module.name or ""
+  return "/".join(path[len(root) :] if path[: len(root)] == root else path) or module.name or ""
 
 
 def module_policy(active: LinenActive, config: PolicyConfig, module: nn.Module) -> ModulePolicy:
@@ -78,16 +82,18 @@ def module_policy(active: LinenActive, config: PolicyConfig, module: nn.Module) 
   # policy around is then that of the module being called, as it is for a model that is applied in a
   # forward pass.
   around = active.around
-  if isinstance(module.parent, nn.Module):
-    around = module_policy(active, config, module.parent)
-  elif module.path == () and not is_new_root(active, module):
+  if module.path == active.root_path and not is_new_root(active, module):
     around = active.of_root
+  elif isinstance(module.parent, nn.Module):
+    around = module_policy(active, config, module.parent)
   # A module's own policy is a dataclass field. A property of that name may compute something else.
   has_field = "policy" in getattr(type(module), "__dataclass_fields__", {})
   own = getattr(module, "policy", None) if has_field else None
   # An audit lists rules that never win, so all rules have to be tried.
   audited = AUDIT.value is not None
-  return resolve_policy(config, module, module_path(module), own, around, all_matches=audited)
+  return resolve_policy(
+    config, module, module_path(active, module), own, around, all_matches=audited
+  )
 
 
 def is_new_root(active: LinenActive, module: nn.Module) -> bool:

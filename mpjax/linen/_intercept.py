@@ -36,9 +36,9 @@ def activate(state: LinenActive) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def under(config: PolicyConfig, **records: Any) -> Generator[LinenActive | None]:
+def under(config: PolicyConfig, **fields: Any) -> Generator[LinenActive | None]:
   """Makes the state of a call under `config` active, but none inside of `full_precision`."""
-  state = None if outside_policies() else begin(config, **records)
+  state = None if outside_policies() else begin(config, **fields)
   with contextlib.nullcontext() if state is None else activate(state):
     yield state
 
@@ -66,7 +66,7 @@ def intercept(
     method=next_fun,
     args=args,
     kwargs=kwargs,
-    path=module_path(module),
+    path=module_path(active, module),
     resolved=resolved,
     initializing=module.is_initializing(),
     first=first,
@@ -96,10 +96,12 @@ def _state_of_call(
   active: LinenActive, module: nn.Module, name: str, resolved: ModulePolicy
 ) -> LinenActive:
   """Returns the state in which a module is called."""
-  if module.path == ():
+  if is_new_root(active, module):
     # Weak, because the state is in keys of JAX's caches, which live as long as the program.
-    root = weakref.ref(module.scope) if is_new_root(active, module) else active.root
-    active = dataclasses.replace(active, root=root, of_root=resolved.inherited())
+    root = weakref.ref(module.scope)
+    active = dataclasses.replace(active, root=root, root_path=())
+  if module.path == active.root_path:
+    active = dataclasses.replace(active, of_root=resolved.inherited())
   if name == "setup":  # Calls in `setup` belong to it, and are not traced by themselves.
     active = dataclasses.replace(active, again=[], tracing=True)
   return active
@@ -183,7 +185,7 @@ class _MethodCall:
     if self.resolved.policy is not None:
       store_parameters(self.scope, self.resolved.policy)
     # Caches are cast once, by the root, which runs `init` of the entire model again.
-    is_root = not (state.entered or self.module.path or self.is_setup)
+    is_root = not (state.entered or self.is_setup) and self.module.path == state.root_path
     if not is_root:
       return
     init = functools.partial(self.module.clone(parent=None).init, method=self.name, **self.kwargs)

@@ -84,7 +84,7 @@ class BoundCall:
 
   def outputs(self, active: LinenActive, python: Callable[[LinenActive], PyTree]) -> PyTree:
     """Returns the result, with the operations inside rewritten, or that of `python`."""
-    return attempts(self._rewritten, python, active, module_path(self.module))
+    return attempts(self._rewritten, python, active, module_path(active, self.module))
 
   @functools.cached_property
   def has_modules(self) -> bool:

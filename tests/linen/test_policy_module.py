@@ -1,7 +1,12 @@
-"""Conversion of a policied Linen model: what is stored in half, and that results stay the same."""
+"""A Linen model under a policy: what `convert` stores in half, and that it is a module of Flax."""
 
+import copy
+import dataclasses
 import functools
+import inspect
+import pickle
 import re
+import typing
 from typing import Any
 
 import flax
@@ -15,7 +20,7 @@ import mpjax
 from tests.errors import refused
 from tests.linen.probes import Does
 from tests.models.values import integers, normal
-from tests.programs import bits
+from tests.programs import bits, products
 
 Rule, with_policy = mpjax.Rule, mpjax.linen.with_policy
 
@@ -242,3 +247,242 @@ def test_no_rule_is_warned_of_that_may_pick_out_a_module():
     for given in (variables, flax.core.freeze(variables)):
       model.apply(given, x, **call)
     assert model == with_policy(Parts(), "mixed_bfloat16", [rule], **options)
+
+
+# A module of Flax
+
+
+def doubled(x):
+  return 2 * x
+
+
+class Keyed(nn.Module):
+  """A model whose fields name its inputs, as in Kauldron."""
+
+  image: str = "batch.image"
+  activation: typing.Callable[..., jax.Array] = doubled
+  width: int = dataclasses.field(default=8, kw_only=True)
+
+  @nn.compact
+  def __call__(self, image: jax.Array, *, train: bool = False) -> jax.Array:
+    """Returns features."""
+    return self.activation(nn.Dense(self.width, name="head")(image))
+
+
+X = normal(2, 32)
+
+
+def low(model=None, **options):
+  return with_policy(Keyed() if model is None else model, "mixed_bfloat16", **options)
+
+
+def test_a_model_is_an_instance_of_its_class_with_its_fields_and_signature():
+  plain, model = Keyed(), low()
+  assert isinstance(model, Keyed)
+  assert isinstance(model, nn.Module)
+  assert type(model).__name__ == "Keyed"
+  assert typing.get_type_hints(type(model)) == typing.get_type_hints(Keyed)
+  assert dataclasses.fields(model) == dataclasses.fields(plain)
+  assert inspect.signature(model.__call__) == inspect.signature(plain.__call__)
+  assert inspect.signature(type(model)) == inspect.signature(Keyed)
+  assert model.__call__.__doc__ == plain.__call__.__doc__
+  assert dataclasses.asdict(model) == dataclasses.asdict(plain)
+  assert type(model).activation is doubled
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    lambda model: model.clone(width=5),
+    lambda model: model.copy(width=5),
+    lambda model: dataclasses.replace(model, width=5),
+    lambda model: (
+      copy.replace(model, width=5) if hasattr(copy, "replace") else model.clone(width=5)
+    ),
+  ],
+)
+def test_a_model_with_other_fields_is_under_the_same_policy(changed):
+  assert changed(low()) == low(Keyed(width=5))
+
+
+@pytest.mark.parametrize(
+  "copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_is_equal(copied):
+  model = low(rules=[Rule("float16", path="head")])
+  again = copied(model)
+  assert again == model
+  assert hash(again) == hash(model)
+  assert type(again) is type(model)
+
+
+def test_equal_models_share_what_jit_compiled():
+  traces = []
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def apply(model, variables, x):
+    traces.append(model)
+    return model.apply(variables, x)
+
+  variables = Keyed().init(jax.random.key(0), X)
+  for _ in range(2):
+    apply(low(), variables, X)
+  apply(with_policy(Keyed(), "mixed_float16"), variables, X)
+  assert len(traces) == 2
+
+
+class Listed(nn.Module):
+  """Puts each subclass into a table, and asks for a keyword."""
+
+  subclasses: typing.ClassVar[list[type]] = []
+
+  def __init_subclass__(cls, *, key, **kwargs):
+    super().__init_subclass__(**kwargs)
+    Listed.subclasses.append(cls)
+
+
+class One(Listed, key="one", kw_only=True):
+  width: int = 4
+  depth: int
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(self.width)(x)
+
+
+def test_hooks_of_the_user_do_not_see_the_class():
+  model = low(One(depth=2))
+  assert Listed.subclasses == [One]
+  assert (model.width, model.depth) == (4, 2)
+  assert model.apply(model.init(jax.random.key(0), X), X).shape == (2, 4)
+
+
+def test_a_table_of_a_model_shows_what_the_plain_one_shows():
+  def lines(model):
+    return re.sub(r"b?float(16|32)", "float", model.tabulate(jax.random.key(0), X))
+
+  assert lines(low()) == lines(Keyed())
+
+
+# A submodule
+
+
+class Outer(nn.Module):
+  """Holds a model, makes one, and calls one in a lifted transform."""
+
+  held: nn.Module
+  lift: str = ""
+
+  @nn.compact
+  def __call__(self, x):
+    def call(module, x):
+      return module(x)
+
+    if self.lift == "scan":
+      lifted = nn.scan(
+        lambda module, x, _: (module(x), None), {"params": 0}, split_rngs={"params": True}, length=2
+      )
+      return lifted(self.held, x, None)[0]
+    if self.lift == "vmap":
+      return nn.vmap(call, {"params": None}, split_rngs={"params": False})(self.held, x)
+    return (getattr(nn, self.lift)(call) if self.lift else call)(self.held, x)
+
+
+def dots(fn, *args):
+  """Returns the dtypes of the operands of all matmuls."""
+  return [each.dtypes[0] for each in products(jax.make_jaxpr(fn)(*args))]
+
+
+class Two(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(32, name="second")(nn.Dense(32, name="first")(x))
+
+
+@pytest.mark.parametrize("lift", ["", "remat", "jit", "vmap", "scan"])
+def test_a_submodule_runs_under_its_policy_with_paths_of_its_own(lift):
+  inner = low(Two(), rules=[Rule("float16", path="first")])
+  model, plain = Outer(inner, lift), Outer(Two(), lift)
+  variables = model.init(jax.random.key(0), X)
+  assert stored(variables).keys() == stored(plain.init(jax.random.key(0), X)).keys()
+  assert variables["params"]["held"]["first"]["kernel"].dtype == jnp.float16
+  assert dots(model.apply, variables, X) == ["float16", "bfloat16"]
+  assert set(dots(jax.grad(lambda v: jnp.sum(model.apply(v, X))), variables)) == {
+    "float16",
+    "bfloat16",
+  }
+
+
+def test_the_policy_of_a_submodule_counts_inside_of_another_policy():
+  inner = with_policy(Two(), "mixed_float16")
+  model = with_policy(nn.Sequential([nn.Dense(32), inner]), "mixed_bfloat16")
+  variables = model.init(jax.random.key(0), X)
+  assert dots(model.apply, variables, X) == ["bfloat16", "float16", "float16"]
+  bound = model.bind(variables)
+  assert dots(bound, X) == ["bfloat16", "float16", "float16"]
+  assert dots(bound.layers[0], X) == ["bfloat16"]
+  assert dots(bound.layers[1], X) == ["float16", "float16"]
+
+
+def test_code_around_a_submodule_is_under_no_policy():
+  model = nn.Sequential([low(Two()), nn.Dense(32)])
+  variables = Two().init(jax.random.key(0), X)["params"]
+  variables = {"params": {"layers_0": variables, "layers_1": variables["first"]}}
+  assert dots(model.apply, variables, X) == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_a_misspelt_rule_of_a_submodule_is_an_error_in_init():
+  inner = low(Two(), rules=[Rule("float16", path="frist")])
+  with pytest.raises(mpjax.errors.UnmatchedRuleError, match="frist"):
+    Outer(inner).init(jax.random.key(0), X)
+
+
+def test_a_model_is_called_in_a_function_of_flax():
+  model = low(Two())
+  variables = nn.init(lambda module, x: module(x), model)(jax.random.key(0), X)
+  assert stored(variables) == stored(Two().init(jax.random.key(0), X))
+  assert dots(nn.apply(lambda module, x: module(x), model), variables, X) == [
+    "bfloat16",
+    "bfloat16",
+  ]
+
+
+def test_the_cache_of_a_submodule_is_in_low_precision():
+  attention = nn.MultiHeadDotProductAttention(2, decode=True)
+  found = [
+    stored({"cache": model.init(jax.random.key(0), normal(1, 6, 8))["cache"]})
+    for model in (low(attention), Outer(low(attention)))
+  ]
+  assert [*found[0].values()] == [*found[1].values()]
+  assert "bfloat16" in found[0].values()
+
+
+class Described(nn.Module):
+  """A property and a method that use submodules."""
+
+  def setup(self):
+    self.table = nn.Dense(32)
+
+  @property
+  def features(self):
+    return self.table(X)
+
+  def __call__(self, x):
+    return self.table(x)
+
+  def twice(self, x):
+    return self(self(x))
+
+
+def test_properties_and_methods_of_a_bound_model_keep_the_policy():
+  model = low(Described())
+  bound = model.bind(Described().init(jax.random.key(0), X))
+  assert isinstance(bound, Described)
+  assert dots(lambda: bound.features) == ["bfloat16"]
+  assert dots(bound.twice, X) == ["bfloat16", "bfloat16"]
+  assert dots(bound.table, X) == ["bfloat16"]
+  assert dots(mpjax.full_precision(bound.twice), X) == ["float32", "float32"]
+  # A method of the wrapped model runs under its policy too.
+  variables = {"params": bound.variables["params"]}
+  apply = functools.partial(model.apply, method=model.twice)
+  assert dots(apply, variables, X) == ["bfloat16", "bfloat16"]

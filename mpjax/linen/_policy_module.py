@@ -1,0 +1,327 @@
+"""The classes of Linen models under a policy: subclasses of the classes of the user's models."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import flax.linen as nn
+import jax
+from flax.core import FrozenDict
+from flax.core.scope import CollectionFilter
+
+from mpjax._core.errors import MpjaxTypeError, kind_of
+from mpjax._core.leaves import node_paths
+from mpjax._core.trees import mapped
+from mpjax._core.types import Args, Class, Function, Kwargs, Params, PyTree, Variables
+from mpjax._jaxpr.used_dtypes import store_as_used
+from mpjax._policy.active import outside_policies
+from mpjax._policy.rules import ModuleRecord, PolicyConfig
+from mpjax.linen._active import begin, current
+from mpjax.linen._initialize import abstract
+from mpjax.linen._intercept import activate, under
+from mpjax.linen._outermost import applied
+
+# A subclass inherits from this class and from the user's. As a subclass of `nn.Module`, this one
+# would be a dataclass without fields, and hide the constructor of the user's class.
+_Module = nn.Module if TYPE_CHECKING else object
+
+Keys: TypeAlias = jax.Array | dict[str, jax.Array]
+"""What `nn.Module.init` takes: one random key, or one for each name."""
+
+
+def with_policy_of(model: nn.Module, config: PolicyConfig) -> "PolicyModule":
+  """Returns a model with the fields of another one, which runs under a policy."""
+  return _with_class(model, policy_class(type(model), config))
+
+
+def _with_class(model: nn.Module, cls: Any) -> Any:
+  """Returns an unbound model of another class with the same fields."""
+  fields = {x.name: getattr(model, x.name) for x in dataclasses.fields(model) if x.init}
+  return cls(**{**fields, "parent": None})
+
+
+@functools.cache
+def policy_class(cls: Any, config: PolicyConfig) -> Any:
+  """Returns the subclass of a class of models that runs under a policy."""
+  # Cached, because models of two classes are never equal, and a new class is another key in each
+  # cache of JAX. The policy is an attribute of the class, so it is no field of the model.
+  names: dict[str, object] = {
+    # Flax names submodules after their class, and error messages name it.
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__doc__": cls.__doc__,
+    _CLASS: cls,
+    _CONFIG: config,
+    **{name: _method(own) for name, own in _methods(cls)},
+  }
+  return type(cls)(cls.__name__, (PolicyModule, cls), names)
+
+
+_CLASS, _CONFIG = "_class_of_user", "_policy_config"
+"""Attributes of the subclasses: the class of the user's model, and the policy."""
+
+_ROOT = "_root_of_policy"
+"""The attribute of an object with the path to which those of rules are relative. Without it, they
+are relative to the object."""
+
+
+def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
+  """Yields the methods of models of a class, without those that all modules have."""
+  # The default of a field may be a function, such as an activation.
+  others = {*_OF_ALL, *(field.name for field in dataclasses.fields(cls))}
+  for name, own in inspect.getmembers_static(cls):
+    is_special = name.startswith("__") and name != "__call__"
+    if inspect.isfunction(own) and not is_special and name not in others:
+      yield name, own
+
+
+_OF_ALL = frozenset(name for cls in nn.Module.__mro__ for name in vars(cls))
+"""The attributes of all modules, which have nothing to run under a policy."""
+
+
+def _method(own: Function) -> Function:
+  """Returns a method that runs under the policy of its module."""
+
+  @functools.wraps(own)
+  def method(self: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
+    # `apply(..., method=model.encode)` calls the function with the plain model.
+    if not (isinstance(self, PolicyModule) and _begins(self)):
+      return own(self, *args, **kwargs)
+    with _beginning(self, is_call=own.__name__ == "__call__"):
+      return own(self, *args, **kwargs)
+
+  return method
+
+
+def _begins(module: "PolicyModule") -> bool:
+  """Whether a bound module is used by code that does not run under its policy."""
+  if vars(module).get("scope") is None or outside_policies():
+    return False
+  active = current()
+  return active is None or active.config != getattr(type(module), _CONFIG)
+
+
+@contextlib.contextmanager
+def _beginning(module: "PolicyModule", is_call: bool = False) -> Generator[None]:
+  """Makes the policy of a bound module active."""
+  config: PolicyConfig = getattr(type(module), _CONFIG)
+  scope = vars(module)["scope"]
+  root = vars(module).get(_ROOT, scope.path)
+  # The `init` of a model around calls all modules of this one, so its rules can be checked.
+  checks = is_call and root == scope.path and scope.is_mutable_collection("params")
+  record = ModuleRecord(config) if checks and config.rules else None
+  with under(config, root_path=root, record=record):
+    yield
+  if record is not None:
+    record.check("that init passed", 4)
+
+
+class PolicyModule(_Module):
+  """A Linen model under a policy: an instance of a subclass of the model's class.
+
+  It has the fields and methods of the model, is equal to another one with equal fields under an
+  equal policy, and can be cloned, bound, pickled, and be a submodule of another model. Paths of
+  rules are then relative to it.
+
+  >>> import flax.linen as nn, mpjax
+  >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
+  >>> isinstance(model, nn.Dense), isinstance(model, mpjax.linen.PolicyModule), model.features
+  (True, True, 2)
+  """
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    # The class of the model is a dataclass already, whose methods Flax has wrapped. Hooks of users
+    # may put each class into a table, or ask for keywords.
+    pass
+
+  if TYPE_CHECKING:
+    # Modules have a hash, and type checkers do not know it.
+    def __hash__(self) -> int: ...
+
+  def apply(
+    self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any
+  ) -> PyTree:
+    """Return the result of the model's `apply` under the policy, in its output dtype.
+
+    A call of `__call__` warns of a rule whose path matches no called module and no module with
+    variables, unless the model was wrapped with `unmatched="ignore"`.
+
+    Args:
+      variables: the model's variables, in any floating dtype.
+      *args: arguments of the method.
+      mutable: which collections are returned changed, as for `nn.Module.apply`.
+      **kwargs: further arguments of `nn.Module.apply` and of the method.
+    """
+    kwargs["mutable"] = mutable
+    # `init` checks all rules, but variables from a checkpoint need no `init`. So look for misspelt
+    # paths here, too.
+    rules = tuple(rule for rule in self._policy_config.rules if rule.path is not None)
+    # Only `__call__` is expected to pass all modules. Other methods call some of them.
+    if not rules or self._policy_config.unmatched == "ignore" or kwargs.get("method") is not None:
+      return self._apply(under(self._policy_config), variables, args, kwargs)
+    met = ModuleRecord(dataclasses.replace(self._policy_config, rules=rules, unmatched="warn"))
+    outputs = self._apply(under(self._policy_config, met=met), variables, args, kwargs)
+    if met.classes and isinstance(variables, Mapping):
+      # A path that has variables is not misspelt. A module without variables may be left out by
+      # this call, so this is a warning and no error.
+      met.note_paths(set().union(*map(node_paths, variables.values())))
+      note = "If the module is one that this call leaves out (only training calls it), it is fine."
+      met.check("that this call met or that have variables", 2, note=note)
+    return outputs
+
+  def init(self, rngs: Keys, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the model's own initial variables, parameters cast to the policy's `param_dtype`.
+
+    A rule that picks out no module is an UnmatchedRuleError (with `unmatched="raise"`).
+
+    Args:
+      rngs: as for `nn.Module.init`.
+      *args: arguments of the method.
+      **kwargs: further arguments of `nn.Module.init` and of the method.
+    """
+    return self._initialized(self._plain.init, rngs, args, kwargs)
+
+  def init_with_output(
+    self, rngs: Keys, *args: Any, **kwargs: Any
+  ) -> tuple[PyTree, dict[str, Any]]:
+    """Return the model's output, computed in float32 and cast to `output_dtype`, and `init`.
+
+    Args:
+      rngs: as for `init`, and so are the others.
+      *args: arguments of the method.
+      **kwargs: further arguments.
+    """
+    module = self._plain
+    return self._initialized(module.init_with_output, rngs, args, kwargs, traced=module.init)
+
+  def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Any:
+    """Return the variables of `init` from abstract inputs, as `nn.Module.lazy_init` does.
+
+    Args:
+      rngs: as for `init`, and so are the others.
+      *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: further arguments.
+    """
+    return self._initialized(self._plain.lazy_init, rngs, args, kwargs)
+
+  def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
+    """Return variables for inference, with parameters in the low precision in which they are used.
+
+    A parameter that `apply(variables, *args, **kwargs)` only rounds to one 16-bit dtype is stored
+    in that dtype. Other parameters and other collections stay as they are.
+
+    Args:
+      variables: the model's variables, arrays or `jax.ShapeDtypeStruct`.
+      *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: further arguments of `apply`.
+
+    Raises:
+      MpjaxTypeError: `variables` is not a mapping of collections with "params" in it.
+      MpjaxValueError: a finite value that the 16-bit dtype cannot hold.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
+    >>> model = mpjax.with_policy(nn.Sequential([nn.Dense(2), nn.LayerNorm()]), "c=bf16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> half = model.convert(variables, jnp.ones((1, 8)))["params"]
+    >>> half["layers_0"]["kernel"].dtype, half["layers_1"]["scale"].dtype
+    (dtype(bfloat16), dtype('float32'))
+    """
+    where = "mpjax.with_policy(model, policy).convert(variables)"
+    if not isinstance(variables, Mapping) or (variables and "params" not in variables):
+      # Users often pass the parameters alone, whose keys show the mistake.
+      keys = f" with {', '.join(map(repr, variables))}" if isinstance(variables, Mapping) else ""
+      expected, got = "the variables, a mapping with 'params' in it", kind_of(variables) + keys
+      fix = 'Write model.convert({"params": params}, x).'
+      raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+
+    def call(params: Params, variables: Variables, *args: Any, **kwargs: Any) -> PyTree:
+      return self.apply(_with_params(variables, params), *args, **kwargs)
+
+    new = store_as_used(call, variables.get("params", {}), (variables, *args), kwargs, where)
+    return _with_params(variables, new)
+
+  def clone(self, **updates: Any) -> Self:
+    """Return the model with other fields, under the same policy.
+
+    Args:
+      **updates: fields of the model.
+    """
+    # The fields of a bound model are submodules. Inside of its policy they are read as they are.
+    with _beginning(self) if _begins(self) else contextlib.nullcontext():
+      return super().clone(**updates)
+
+  def __getattribute__(self, name: str) -> Any:
+    if name.startswith("_") or name in _OF_ALL or not _begins(self):
+      return super().__getattribute__(name)
+    # Looking up an attribute may run `setup` or a property.
+    with _beginning(self):
+      attribute = super().__getattribute__(name)
+    return mapped(self._under_policy, attribute)
+
+  def __getattr__(self, name: str) -> Any:
+    with _beginning(self) if _begins(self) else contextlib.nullcontext():
+      attribute = super().__getattr__(name)
+    return mapped(self._under_policy, attribute) if _begins(self) else attribute
+
+  def _under_policy(self, x: Any) -> Any:
+    """Returns a submodule that runs under the policy of this module, or what else is given."""
+    if not isinstance(x, nn.Module) or isinstance(x, PolicyModule) or x.scope is None:
+      return x
+    # The paths of rules begin at the root, which the submodule does not have when it is unbound.
+    config = dataclasses.replace(self._policy_config, unmatched="ignore")
+    root = vars(self).get(_ROOT, self.path)
+    submodule = object.__new__(policy_class(type(x), config))
+    vars(submodule).update({**vars(x), _ROOT: root})
+    return submodule
+
+  def __reduce__(self) -> tuple[object, ...]:
+    # Pickle finds classes by name, and this one has the name of the user's class.
+    fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.init}
+    return _rebuild, (self._class_of_user, self._policy_config, {**fields, "parent": None})
+
+  def __repr__(self) -> str:
+    return f"with_policy({super().__repr__()}, {self._policy_config})"
+
+  @property
+  def _plain(self) -> nn.Module:
+    """The model without the policy, unbound."""
+    return _with_class(self, self._class_of_user)
+
+  def _apply(self, activated: Any, variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
+    with activated as state:
+      # Inside of a trace of mpjax, the call is rewritten with that trace. A policy may also cast
+      # nothing.
+      if state is None or state.tracing or not self._policy_config.rewrites:
+        return self._plain.apply(variables, *args, **kwargs)
+      return applied(self._plain, state, activate, variables, args, kwargs)
+
+  def _initialized(
+    self, init: Function, rngs: Keys, args: Args, kwargs: Kwargs, traced: Function | None = None
+  ) -> PyTree:
+    """Returns the result of a method that initialises, after a check of the rules.
+
+    The check traces `traced` instead, if the method also returns an output: that may have a type
+    which JAX does not know.
+    """
+    # While a record is active, JAX finds no function that was compiled before, so all modules are
+    # called. It must be active in this abstract trace only, or nothing would ever be reused.
+    record = ModuleRecord(self._policy_config)
+    if self._policy_config.rules:
+      with activate(begin(self._policy_config, record=record)):
+        abstract(functools.partial(traced or init, rngs, *args, **kwargs))
+    record.check("that init passed", 3)
+    with activate(begin(self._policy_config)):
+      return init(rngs, *args, **kwargs)
+
+
+def _with_params(variables: Variables, params: Params) -> Variables:
+  new = {"params": params} if "params" in variables else {}
+  # A FrozenDict stays one. It is another tree to JAX than a dict.
+  return variables.copy(new) if isinstance(variables, FrozenDict) else {**variables, **new}
+
+
+def _rebuild(cls: Class, config: PolicyConfig, fields: Mapping[str, Any]) -> PolicyModule:
+  return policy_class(cls, config)(**fields)
