@@ -15,7 +15,7 @@ CUDA ?= cuda12
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
 
-.PHONY: help demo test check flags docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures flax-suite hugging-face campaign mutations soak clean
+.PHONY: help demo test check flags docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures trainers flax-suite hugging-face campaign mutations soak clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
@@ -36,6 +36,7 @@ help:
 	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
 	@echo "make figures     draw the figures of the pages again (ARGS=--measure: from new measurements)"
+	@echo "make trainers    run real trainers, unmodified, for a few steps: their own bfloat16, and under policies (ARGS=--help)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make hugging-face  run the page on Hugging Face, with the last transformers that has Flax"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
@@ -206,6 +207,12 @@ accuracy: $(STAMP)
 figures: export JAX_PLATFORMS ?= cpu
 figures: $(STAMP)
 	$(RUN) -m docs.figures $(ARGS)
+
+# Each trainer has an environment of its own in build/trainers.
+trainers: export JAX_PLATFORMS = cpu
+trainers: $(STAMP)
+	@python=$$(.ci/find-python 3.12) && \
+	  PYTHONPATH=.:benchmarks $(RUN) benchmarks/trainers/__main__.py --python $$python $(ARGS)
 
 flax-suite: $(STAMP)
 	$(RUN) tests/flax_suite/run.py

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,11 @@ class Run:
 
 class Skipped(Exception):
   """The trainer has no such variant. The text says why."""
+
+
+def source() -> pathlib.Path:
+  """Returns the folder of the unpacked source that the environment was made with."""
+  return pathlib.Path(sys.prefix).parent / "source"
 
 
 class Calls:
@@ -124,7 +130,8 @@ def figures(run: Run) -> dict[str, Any]:
   audit = mpjax.audit(run.step)(*run.step_args)
   step, arrays = pure(run.step, run.step_args)
   program = jax.make_jaxpr(step)(arrays)
-  compiled = jax.jit(step).lower(arrays).compile()
+  # Trainers donate the old state.
+  compiled = jax.jit(step, donate_argnums=0).lower(arrays).compile()
   kept = saved(*loss_of_params(run.loss, run.loss_args))
   return {
     "losses": [float(x) for x in run.losses],
@@ -135,6 +142,7 @@ def figures(run: Run) -> dict[str, Any]:
     ],
     "params": dtypes(run.params),
     "opt_state": dtypes(run.opt_state),
+    "shardings": shardings(run.params),
     "saved_bytes": kept.total(),
     "saved_by_type": dict(kept.most_common()),
     "temporary_bytes": int(compiled.memory_analysis().temp_size_in_bytes),
@@ -193,11 +201,14 @@ def saved(loss: Callable[[Any], Any], params: Any) -> collections.Counter[str]:
   Parameters and inputs that the backward pass needs again are not counted.
   """
   program = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(loss, p)[1]))(params).jaxpr
+  # `mpjax.scaled` passes parameters through an identity, which computes nothing.
+  same = {e.outvars[0]: e.invars[0] for e in program.eqns if e.primitive.name == "scale_cotangent"}
+  kept = [same.get(v, v) for v in program.outvars if not isinstance(v, Literal)]
   given = {*program.invars, *program.constvars}
   found: collections.Counter[str] = collections.Counter()
   # Each array counts once.
-  for v in dict.fromkeys(v for v in program.outvars if not isinstance(v, Literal)):
-    if v not in given:
+  for v in dict.fromkeys(kept):
+    if v not in given and not isinstance(v, Literal):
       found[v.aval.str_short()] += int(np.prod(v.aval.shape)) * v.aval.dtype.itemsize
   return found
 
@@ -211,6 +222,15 @@ def counts(program: Any) -> dict[str, int]:
 def dtypes(tree: Any) -> dict[str, int]:
   """Returns how many arrays of each dtype a tree has."""
   found = collections.Counter(str(x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+  return dict(sorted(found.items()))
+
+
+def shardings(tree: Any) -> dict[str, int]:
+  """Returns how many arrays of a tree are sharded alike, where there are several devices."""
+  if jax.device_count() == 1:
+    return {}
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+  found = collections.Counter(str(getattr(x.sharding, "spec", "one device")) for x in arrays)
   return dict(sorted(found.items()))
 
 

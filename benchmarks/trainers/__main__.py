@@ -1,0 +1,206 @@
+"""Run real trainers, unmodified, in float32, in their own bfloat16, and under policies.
+
+  make trainers ARGS="--only tunix brax --variants own_bfloat16 mpjax_bfloat16"
+
+Each folder here is a trainer, with a pinned environment of its own: `requirements.txt` lists all
+packages, `source.txt` an sdist whose files `run.py` imports (Flax's examples are in Flax's sdist).
+A trainer that cannot be installed or run is recorded with the reason. Results of trainers that are
+not named in `--only` stay as they were recorded.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import measure
+import tables
+from rich.console import Console
+
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parent.parent
+BUILD = ROOT / "build" / "trainers"
+RECORDED = FOLDER.parent / "results" / "trainers" / "cpu.json"
+
+VARIANTS = ("float32", "own_bfloat16", "mpjax_bfloat16", "mpjax_float16")
+SHARDED = ("own_bfloat16", "mpjax_bfloat16")
+"""The variants that also run on two devices, for trainers that shard."""
+
+SECONDS = 1200
+
+
+class Failed(Exception):
+  """A process failed. The text is the end of what it wrote."""
+
+
+def trainers() -> dict[str, pathlib.Path]:
+  """Returns the folders by the names of the trainers."""
+  return {path.parent.name: path.parent for path in sorted(FOLDER.glob("*/run.py"))}
+
+
+def environment(name: str, python: str) -> pathlib.Path:
+  """Returns the interpreter of a trainer's environment, which is made unless it is up to date.
+
+  Raises:
+    Failed: a package cannot be installed.
+  """
+  place = BUILD / name
+  wanted = [
+    p for p in (FOLDER / name / f for f in ("requirements.txt", "source.txt")) if p.exists()
+  ]
+  stamp = hashlib.sha256(b"".join(p.read_bytes() for p in wanted)).hexdigest()
+  installed = place / "installed"
+  interpreter = place / "venv" / "bin" / "python"
+  if installed.exists() and installed.read_text(encoding="utf-8") == stamp:
+    return interpreter
+  shutil.rmtree(place, ignore_errors=True)
+  place.mkdir(parents=True)
+  _run([python, "-m", "venv", str(place / "venv")])
+  pip = [str(interpreter), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+  _run([*pip, "install", "--no-deps", "--requirement", str(FOLDER / name / "requirements.txt")])
+  source = FOLDER / name / "source.txt"
+  if source.exists():
+    archives = ["--no-deps", "--no-binary", ":all:", "--dest", str(place), "--requirement"]
+    _run([*pip, "download", *archives, str(source)])
+    (archive,) = place.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+      files.extractall(place, filter="data")
+    archive.unlink()
+    (unpacked,) = (p for p in place.iterdir() if p.is_dir() and p.name != "venv")
+    unpacked.rename(place / "source")
+  installed.write_text(stamp, encoding="utf-8")
+  return interpreter
+
+
+def figures(name: str, python: pathlib.Path, variant: str, devices: int = 1) -> dict[str, Any]:
+  """Returns what one variant of a trainer did, in a process of its own."""
+  out = BUILD / name / f"{variant}_{devices}.json"
+  out.unlink(missing_ok=True)
+  paths = [ROOT, FOLDER, FOLDER.parent]
+  here = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+  script = [str(python), str(FOLDER / name / "run.py")]
+  arguments = ["--variant", variant, "--fsdp", str(devices), "--out", str(out)]
+  try:
+    # Trainers write logs and checkpoints where they run.
+    _run([*script, *arguments], here, BUILD / name)
+    return json.loads(out.read_text(encoding="utf-8"))
+  except Failed as error:
+    return {"not_run": str(error)}
+
+
+def _run(
+  command: Sequence[str], more: Mapping[str, str] | None = None, folder: pathlib.Path = ROOT
+) -> None:
+  try:
+    done = subprocess.run(
+      command,
+      cwd=folder,
+      env={**os.environ, **(more or {})},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=SECONDS,
+      check=False,
+    )
+  except subprocess.TimeoutExpired:
+    raise Failed(f"took more than {SECONDS} seconds") from None
+  if done.returncode:
+    lines = done.stdout.strip().splitlines()
+    # Paths of this machine are not for a record.
+    raise Failed("\n".join(lines[-3:]).replace(f"{ROOT}/", ""))
+
+
+def pins(name: str) -> dict[str, str]:
+  """Returns the pinned versions of a trainer's packages."""
+  text = (FOLDER / name / "requirements.txt").read_text(encoding="utf-8")
+  lines = (line.partition("#")[0].strip() for line in text.splitlines())
+  return dict(line.split("==") for line in lines if line)
+
+
+def ratio(results: Mapping[str, Any], figure: str) -> float | None:
+  """Returns a figure in bfloat16 under a policy, divided by that of the trainer's own bfloat16."""
+  ours, own = results["mpjax_bfloat16"].get(figure), results["own_bfloat16"].get(figure)
+  return ours / own if ours is not None and own else None
+
+
+def table(recorded: Mapping[str, Any]) -> str:
+  """Returns a row for each trainer in Markdown: last losses, low shares, bytes and counts."""
+  heading = "trainer, last loss: float32, own bfloat16, mpjax bfloat16, mpjax float16"
+  heading += ", low share (own -> mpjax), leaks, saved bytes, temporaries, same counts, skipped"
+  rows = [heading.split(", ")]
+  for name, one in recorded.items():
+    if "not_run" in one:
+      rows.append([name, one["not_run"].splitlines()[-1], *[""] * (len(rows[0]) - 2)])
+      continue
+    variants = one["variants"]
+    losses = [_cell(variants[v].get("losses", [None])[-1]) for v in VARIANTS]
+    own, ours, half = (variants[v] for v in VARIANTS[1:])
+    shares = f"{_cell(own.get('low_share'), 2)} -> {_cell(ours.get('low_share'), 2)}"
+    ratios = [_cell(ratio(variants, figure), 2) for figure in ("saved_bytes", "temporary_bytes")]
+    base = own if "counts" in own else variants["float32"]
+    same = "yes" if base.get("counts") == ours.get("counts") else "no"
+    leaks = str(len(ours.get("leaks", ())))
+    rows.append([name, *losses, shares, leaks, *ratios, same, str(half.get("skipped"))])
+  return tables.table(rows)
+
+
+def _cell(x: float | None, digits: int = 4) -> str:
+  return "-" if x is None else f"{x:.{digits}f}"
+
+
+def main(
+  names: Sequence[str],
+  variants: Sequence[str] = VARIANTS,
+  python: str = sys.executable,
+  out: pathlib.Path = RECORDED,
+  console: Console | None = None,
+) -> dict[str, Any]:
+  """Runs the trainers, writes JSON, prints the table, and returns the results."""
+  console = console or Console()
+  results = measure.read(out) if out.exists() else {"trainers": {}}
+  results["environment"] = measure.environment()
+  with tables.progress_bar(console) as bar:
+    task = bar.add_task("trainers", total=len(names) * (1 + len(variants) + len(SHARDED)))
+    for name in names:
+      one = results["trainers"].setdefault(name, {"variants": {}, "two_devices": {}})
+      one.pop("not_run", None)
+      one["versions"] = pins(name)
+      bar.update(task, description=f"{name}, install")
+      try:
+        interpreter = environment(name, python)
+      except Failed as error:
+        results["trainers"][name] = {"versions": pins(name), "not_run": str(error)}
+        bar.advance(task, 1 + len(variants) + len(SHARDED))
+        continue
+      bar.advance(task)
+      for variant in variants:
+        bar.update(task, description=f"{name}, {variant}")
+        one["variants"][variant] = figures(name, interpreter, variant)
+        bar.advance(task)
+      for variant in SHARDED:
+        if variant in variants:
+          bar.update(task, description=f"{name}, {variant}, two devices")
+          one["two_devices"][variant] = figures(name, interpreter, variant, devices=2)
+        bar.advance(task)
+      measure.write(out, results)
+  results["trainers"] = dict(sorted(results["trainers"].items()))
+  measure.write(out, results)
+  console.print(table(results["trainers"]), soft_wrap=True, highlight=False)
+  return results
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--only", nargs="+", default=list(trainers()), choices=list(trainers()))
+  parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+  parser.add_argument("--python", default=sys.executable, help="Python 3.12 for the environments")
+  parser.add_argument("--out", type=pathlib.Path, default=RECORDED)
+  given = parser.parse_args()
+  main(given.only, given.variants, given.python, given.out)
