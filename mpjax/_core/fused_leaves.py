@@ -177,6 +177,7 @@ def _joins(leaves: Sequence[Leaf]) -> list[bool]:
       # different shardings takes a collective for all of one.
       if AxisType.Auto in kinds:
         return [False] * len(leaves)
-      divided = AxisType.Explicit in kinds and any(axis is not None for axis in sharding.spec)
+      # Types name only explicit axes. JAX refuses to reshape along one, even if its size is 1.
+      divided = any(axis is not None for axis in sharding.spec)
       joins[i] = not divided and all(isinstance(n, int) for n in x.shape)
   return joins

@@ -288,6 +288,16 @@ def test_leaves_on_a_mesh_are_not_gathered(devices, kind):
       mpjax.check_skipped_steps(new, 1, params=params)
 
 
+def test_leaves_on_an_explicit_mesh_of_one_device_are_updated():
+  # JAX refuses to ravel an array along an explicit axis, even if that axis has one device.
+  mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+  with jax.set_mesh(mesh):
+    params = {name: jnp.ones((4, 8), out_sharding=P("x", "y")) for name in "ab"}
+    tx = mpjax.loss_scaling(optax.sgd(0.5))
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+  assert jax.tree.all(jax.tree.map(lambda x: bool((x == -0.5).all()), updates))
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_within_shard_map_what_a_device_has_is_looked_at_together(devices, check_vma):
