@@ -9,13 +9,17 @@ Each trainer has a folder with `run.py`, which defines `run(variant)` and ends i
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
 import sys
+import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import jax
 import jaxprs
@@ -53,6 +57,7 @@ class Run:
       or a tuple that begins with it.
     loss_args: the arguments of one call of it.
     skipped: how many steps were skipped because of an overflow.
+    context: in which `step` and `loss` are traced, such as a mesh.
   """
 
   losses: list[float]
@@ -63,6 +68,7 @@ class Run:
   loss: Callable[..., Any]
   loss_args: tuple[Any, ...]
   skipped: int | None = None
+  context: AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
 
 
 class Skipped(Exception):
@@ -72,6 +78,17 @@ class Skipped(Exception):
 def source() -> pathlib.Path:
   """Returns the folder of the unpacked source that the environment was made with."""
   return pathlib.Path(sys.prefix).parent / "source"
+
+
+def without_writers() -> None:
+  """Puts a `clu.metric_writers` that writes nothing in place of clu's, which needs TensorFlow."""
+  import clu
+
+  stub: Any = types.ModuleType("clu.metric_writers")
+  stub.MetricWriter = object
+  stub.create_default_writer = lambda *_, **__: mock.MagicMock()
+  stub.ensure_flushes = lambda *_: contextlib.nullcontext()
+  sys.modules["clu.metric_writers"] = clu.metric_writers = stub
 
 
 class Calls:
@@ -118,7 +135,9 @@ def main(run: Callable[[str], Run]) -> None:
   # Before the first array: the backend reads it once.
   jax.config.update("jax_num_cpu_devices", given.fsdp)
   try:
-    results = figures(run(given.variant))
+    trained = run(given.variant)
+    with trained.context:
+      results = figures(trained)
   except Skipped as error:
     results = {"not_run": str(error)}
   given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +195,30 @@ def pure(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[[Any],
     return _arrays((nnx.state(objects), returned))
 
   return of_arrays, [leaves[i] for i in places]
+
+
+def differentiated(step: Callable[..., Any], args: tuple[Any, ...], module: Any) -> tuple[Any, Any]:
+  """Returns the loss that a step gives to `value_and_grad` of a module, and its arguments.
+
+  The step must not be jitted, so that the loss closes over arrays. It runs only up to this call.
+  """
+  found = []
+
+  def value_and_grad(loss: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    def stop(*args: Any) -> Any:
+      # A loss scale changes nothing that is saved.
+      found.append((getattr(loss, "__wrapped__", loss), args))
+      raise _Found
+
+    return stop
+
+  with mock.patch.object(module, "value_and_grad", value_and_grad), contextlib.suppress(_Found):
+    step(*args)
+  return found[0]
+
+
+class _Found(Exception):
+  """The loss is found, so that the step need not go on."""
 
 
 def loss_of_params(
