@@ -39,10 +39,8 @@ def run(variant: str) -> observed.Run:
     scope = mpjax.policy_scope("mixed_float16")  # mpjax
     # The loss is a closure of the step, and the model is all of it that runs in float16.
     models.TransformerLM.apply = mpjax.scaled(models.TransformerLM.apply, 2.0**15)  # mpjax
-    setup, skip = utils.setup_initial_state, mpjax.SkipNonfinite()
-    utils.setup_initial_state = lambda m, tx, *a: setup(
-      m, mpjax.loss_scaling(tx, skip), *a
-    )  # mpjax
+    own, skip = utils.setup_initial_state, mpjax.SkipNonfinite()
+    utils.setup_initial_state = lambda m, tx, *a: own(m, mpjax.loss_scaling(tx, skip), *a)  # mpjax
 
   train_step, writer, static, states = train.train_step, mock.Mock(), {}, []
 
