@@ -67,7 +67,8 @@ def environment(name: str, python: str) -> pathlib.Path:
   _run([*pip, "install", "--no-deps", "--requirement", str(FOLDER / name / "requirements.txt")])
   source = FOLDER / name / "source.txt"
   if source.exists():
-    archives = ["--no-deps", "--no-binary", ":all:", "--dest", str(place), "--requirement"]
+    package = source.read_text(encoding="utf-8").partition("==")[0]
+    archives = ["--no-deps", "--no-binary", package, "--dest", str(place), "--requirement"]
     _run([*pip, "download", *archives, str(source)])
     (archive,) = place.glob("*.tar.gz")
     with tarfile.open(archive) as files:

@@ -11,6 +11,8 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import importlib.abc
+import importlib.machinery
 import json
 import math
 import pathlib
@@ -89,6 +91,43 @@ def without_writers() -> None:
   stub.create_default_writer = lambda *_, **__: mock.MagicMock()
   stub.ensure_flushes = lambda *_: contextlib.nullcontext()
   sys.modules["clu.metric_writers"] = clu.metric_writers = stub
+
+
+def without(*packages: str) -> None:
+  """Lets packages be imported that are not installed: their names are mocks.
+
+  Large libraries import others for what a few steps never use, such as tokenizers or profilers.
+  """
+  sys.meta_path.insert(0, _Absent(packages))
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+  """Finds mocks of packages and of the modules in them."""
+
+  def __init__(self, packages: tuple[str, ...]) -> None:
+    self._packages = packages
+
+  def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    if name.partition(".")[0] in self._packages:
+      return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    return None
+
+  def create_module(self, spec: Any) -> types.ModuleType:
+    return _AbsentModule(spec.name)
+
+  def exec_module(self, module: types.ModuleType) -> None:
+    pass
+
+
+class _AbsentModule(types.ModuleType):
+  """A module of mocks, which is newer than every version that it is asked for."""
+
+  __version__ = "99.0.0"
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    return mock.MagicMock()
 
 
 class Calls:

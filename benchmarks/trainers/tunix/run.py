@@ -14,6 +14,7 @@ from tunix.sft import peft_trainer, utils
 import mpjax
 
 STEPS, ACCUMULATED = 6, 2
+SCALE = 2.0**15
 BATCH, LENGTH, VOCABULARY = 4, 32, 128
 
 
@@ -32,7 +33,7 @@ def run(variant: str) -> observed.Run:
     )
     trainer = peft_trainer.PeftTrainer(model, tx, config).with_gen_model_input_fn(_inputs)
     if variant == observed.FLOAT16:
-      trainer.with_loss_fn(mpjax.scaled(trainer.loss_fn, 2.0**15))  # mpjax
+      trainer.with_loss_fn(mpjax.scaled(trainer.loss_fn, SCALE))  # mpjax
       # Around `optax.MultiSteps` of the trainer, which would keep the NaN of an overflow.
       skips = mpjax.loss_scaling(
         trainer.optimizer.tx.gradient_transformation(), mpjax.SkipNonfinite()
