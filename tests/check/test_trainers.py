@@ -1,0 +1,78 @@
+"""The record of `make trainers`, which runs trainers that are not installed here."""
+
+import json
+import pathlib
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
+RECORDED = FOLDER / "results" / "trainers" / "cpu.json"
+TRAINERS = {
+  name: one
+  for name, one in json.loads(RECORDED.read_text(encoding="utf-8"))["trainers"].items()
+  if "not_run" not in one
+}
+POLICIES = ("mpjax_bfloat16", "mpjax_float16")
+
+each = pytest.mark.parametrize("one", TRAINERS.values(), ids=TRAINERS)
+
+
+def ran(one, variant):
+  """Returns the figures of a variant; skips the test if the trainer has no such variant."""
+  figures = one["variants"][variant]
+  if "not_run" in figures:
+    pytest.skip(figures["not_run"])
+  return figures
+
+
+@each
+@pytest.mark.parametrize("variant", POLICIES)
+def test_matmuls_run_in_low_precision_and_state_stays_in_float32(one, variant):
+  figures, exact = ran(one, variant), ran(one, "float32")
+  assert figures["low_share"] >= 0.95
+  assert figures["params"] == exact["params"]
+  assert not {"bfloat16", "float16"} & figures["opt_state"].keys()
+
+
+@each
+@pytest.mark.parametrize("variant", POLICIES)
+def test_losses_are_as_near_to_float32_as_those_of_its_own_bfloat16(one, variant):
+  exact, own = ran(one, "float32")["losses"], one["variants"]["own_bfloat16"].get("losses")
+  losses = ran(one, variant)["losses"]
+  assert len(losses) == len(exact)
+  allowed = max(abs(x) for x in exact) * 0.005
+  if own is not None:
+    allowed = max(allowed, 2 * max(abs(a - b) for a, b in zip(own, exact, strict=True)))
+  assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= allowed
+
+
+@each
+@pytest.mark.parametrize("variant", POLICIES)
+def test_remat_scan_names_and_shardings_stay(one, variant):
+  assert ran(one, variant)["counts"] == ran(one, "float32")["counts"]
+
+
+@each
+def test_two_devices_have_the_same_shardings_and_counts(one):
+  sharded = one["two_devices"]
+  if any("not_run" in figures for figures in sharded.values()):
+    pytest.skip("its bfloat16 does not run on two devices")
+  own, policy = (sharded[name] for name in ("own_bfloat16", "mpjax_bfloat16"))
+  assert policy["shardings"] == own["shardings"]
+  assert policy["counts"] == own["counts"]
+
+
+@each
+def test_no_step_is_skipped_at_the_scale(one):
+  assert ran(one, "mpjax_float16")["skipped"] in (0, None)
+
+
+SAVED = dict[str, float]()
+"""The largest ratio of saved bytes for trainers above 1.05, with the reason in a comment."""
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_at_most_a_twentieth_more_is_saved_than_in_its_own_bfloat16(name):
+  one = TRAINERS[name]
+  saved = [ran(one, v)["saved_bytes"] for v in ("mpjax_bfloat16", "own_bfloat16")]
+  assert saved[0] <= saved[1] * SAVED.get(name, 1.05)
