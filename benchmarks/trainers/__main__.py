@@ -1,6 +1,7 @@
 """Run real trainers, unmodified, in float32, in their own bfloat16, and under policies.
 
   make trainers ARGS="--only tunix brax --variants own_bfloat16 mpjax_bfloat16"
+  make trainers ARGS=--page  # writes the table of docs/trainers.md
 
 Each folder here is a trainer, with a pinned environment of its own: `requirements.txt` lists all
 packages, `source.txt` an sdist whose files `run.py` imports (Flax's examples are in Flax's sdist).
@@ -28,6 +29,7 @@ FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parent.parent
 BUILD = ROOT / "build" / "trainers"
 RECORDED = FOLDER.parent / "results" / "trainers" / "cpu.json"
+PAGE = ROOT / "docs" / "trainers.md"
 
 VARIANTS = ("float32", "own_bfloat16", "mpjax_bfloat16", "mpjax_float16")
 SHARDED = ("own_bfloat16", "mpjax_bfloat16")
@@ -152,6 +154,14 @@ def table(recorded: Mapping[str, Any]) -> str:
   return tables.table(rows)
 
 
+def write_page(page: pathlib.Path = PAGE) -> None:
+  """Writes the table of the page from the record."""
+  text = tables.replaced(
+    page.read_text(encoding="utf-8"), "trainers", table(measure.read(RECORDED)["trainers"])
+  )
+  page.write_text(text, encoding="utf-8")
+
+
 def _cell(x: float | None, digits: int = 4) -> str:
   return "-" if x is None else f"{x:.{digits}f}"
 
@@ -203,5 +213,9 @@ if __name__ == "__main__":
   parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
   parser.add_argument("--python", default=sys.executable, help="Python 3.12 for the environments")
   parser.add_argument("--out", type=pathlib.Path, default=RECORDED)
+  parser.add_argument("--page", action="store_true", help="write the table of docs/trainers.md")
   given = parser.parse_args()
+  if given.page:
+    write_page()
+    sys.exit()
   main(given.only, given.variants, given.python, given.out)

@@ -245,8 +245,7 @@ def differentiated(step: Callable[..., Any], args: tuple[Any, ...], module: Any)
 
   def value_and_grad(loss: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     def stop(*args: Any) -> Any:
-      # A loss scale changes nothing that is saved.
-      found.append((getattr(loss, "__wrapped__", loss), args))
+      found.append((loss, args))
       raise _Found
 
     return stop
