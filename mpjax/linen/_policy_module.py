@@ -101,13 +101,13 @@ def _begins(module: "PolicyModule") -> bool:
   if vars(module).get("scope") is None or outside_policies():
     return False
   active = current()
-  return active is None or active.config != getattr(type(module), _CONFIG)
+  return active is None or active.config != _config_of(module)
 
 
 @contextlib.contextmanager
 def _beginning(module: "PolicyModule", is_call: bool = False) -> Generator[None]:
   """Makes the policy of a bound module active."""
-  config: PolicyConfig = getattr(type(module), _CONFIG)
+  config = _config_of(module)
   scope = vars(module)["scope"]
   root = vars(module).get(_ROOT, scope.path)
   # The `init` of a model around calls all modules of this one, so its rules can be checked.
@@ -158,12 +158,13 @@ class PolicyModule(_Module):
     kwargs["mutable"] = mutable
     # `init` checks all rules, but variables from a checkpoint need no `init`. So look for misspelt
     # paths here, too.
-    rules = tuple(rule for rule in self._policy_config.rules if rule.path is not None)
+    config = _config_of(self)
+    rules = tuple(rule for rule in config.rules if rule.path is not None)
     # Only `__call__` is expected to pass all modules. Other methods call some of them.
-    if not rules or self._policy_config.unmatched == "ignore" or kwargs.get("method") is not None:
-      return self._apply(under(self._policy_config), variables, args, kwargs)
-    met = ModuleRecord(dataclasses.replace(self._policy_config, rules=rules, unmatched="warn"))
-    outputs = self._apply(under(self._policy_config, met=met), variables, args, kwargs)
+    if not rules or config.unmatched == "ignore" or kwargs.get("method") is not None:
+      return _apply(self, under(config), variables, args, kwargs)
+    met = ModuleRecord(dataclasses.replace(config, rules=rules, unmatched="warn"))
+    outputs = _apply(self, under(config, met=met), variables, args, kwargs)
     if met.classes and isinstance(variables, Mapping):
       # A path that has variables is not misspelt. A module without variables may be left out by
       # this call, so this is a warning and no error.
@@ -182,7 +183,7 @@ class PolicyModule(_Module):
       *args: arguments of the method.
       **kwargs: further arguments of `nn.Module.init` and of the method.
     """
-    return self._initialized(self._plain.init, rngs, args, kwargs)
+    return _initialized(_config_of(self), _plain(self).init, rngs, args, kwargs)
 
   def init_with_output(
     self, rngs: Keys, *args: Any, **kwargs: Any
@@ -194,8 +195,8 @@ class PolicyModule(_Module):
       *args: arguments of the method.
       **kwargs: further arguments.
     """
-    module = self._plain
-    return self._initialized(module.init_with_output, rngs, args, kwargs, traced=module.init)
+    config, module = _config_of(self), _plain(self)
+    return _initialized(config, module.init_with_output, rngs, args, kwargs, traced=module.init)
 
   def lazy_init(self, rngs: Keys, *args: Any, **kwargs: Any) -> Any:
     """Return the variables of `init` from abstract inputs, as `nn.Module.lazy_init` does.
@@ -205,7 +206,7 @@ class PolicyModule(_Module):
       *args: arguments of the method, arrays or `jax.ShapeDtypeStruct`.
       **kwargs: further arguments.
     """
-    return self._initialized(self._plain.lazy_init, rngs, args, kwargs)
+    return _initialized(_config_of(self), _plain(self).lazy_init, rngs, args, kwargs)
 
   def convert(self, variables: Variables, *args: Any, **kwargs: Any) -> Variables:
     """Return variables for inference, with parameters in the low precision in which they are used.
@@ -259,62 +260,79 @@ class PolicyModule(_Module):
     # Looking up an attribute may run `setup` or a property.
     with _beginning(self):
       attribute = super().__getattribute__(name)
-    return mapped(self._under_policy, attribute)
+    return mapped(functools.partial(_under_policy, self), attribute)
 
   def __getattr__(self, name: str) -> Any:
     with _beginning(self) if _begins(self) else contextlib.nullcontext():
       attribute = super().__getattr__(name)
-    return mapped(self._under_policy, attribute) if _begins(self) else attribute
-
-  def _under_policy(self, x: Any) -> Any:
-    """Returns a submodule that runs under the policy of this module, or what else is given."""
-    if not isinstance(x, nn.Module) or isinstance(x, PolicyModule) or x.scope is None:
-      return x
-    # The paths of rules begin at the root, which the submodule does not have when it is unbound.
-    config = dataclasses.replace(self._policy_config, unmatched="ignore")
-    root = vars(self).get(_ROOT, self.path)
-    submodule = object.__new__(policy_class(type(x), config))
-    vars(submodule).update({**vars(x), _ROOT: root})
-    return submodule
+    return mapped(functools.partial(_under_policy, self), attribute) if _begins(self) else attribute
 
   def __reduce__(self) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's class.
     fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.init}
-    return _rebuild, (self._class_of_user, self._policy_config, {**fields, "parent": None})
+    return _rebuild, (getattr(type(self), _CLASS), _config_of(self), {**fields, "parent": None})
 
   def __repr__(self) -> str:
-    return f"with_policy({super().__repr__()}, {self._policy_config})"
+    return f"with_policy({super().__repr__()}, {_config_of(self)})"
 
-  @property
-  def _plain(self) -> nn.Module:
-    """The model without the policy, unbound."""
-    return _with_class(self, self._class_of_user)
 
-  def _apply(self, activated: Any, variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
-    with activated as state:
-      # Inside of a trace of mpjax, the call is rewritten with that trace. A policy may also cast
-      # nothing.
-      if state is None or state.tracing or not self._policy_config.rewrites:
-        return self._plain.apply(variables, *args, **kwargs)
-      return applied(self._plain, state, activate, variables, args, kwargs)
+# Functions and no methods: a user's class may have methods of these names.
 
-  def _initialized(
-    self, init: Function, rngs: Keys, args: Args, kwargs: Kwargs, traced: Function | None = None
-  ) -> PyTree:
-    """Returns the result of a method that initialises, after a check of the rules.
 
-    The check traces `traced` instead, if the method also returns an output: that may have a type
-    which JAX does not know.
-    """
-    # While a record is active, JAX finds no function that was compiled before, so all modules are
-    # called. It must be active in this abstract trace only, or nothing would ever be reused.
-    record = ModuleRecord(self._policy_config)
-    if self._policy_config.rules:
-      with activate(begin(self._policy_config, record=record)):
-        abstract(functools.partial(traced or init, rngs, *args, **kwargs))
-    record.check("that init passed", 3)
-    with activate(begin(self._policy_config)):
-      return init(rngs, *args, **kwargs)
+def _config_of(module: PolicyModule) -> PolicyConfig:
+  return getattr(type(module), _CONFIG)
+
+
+def _plain(module: PolicyModule) -> nn.Module:
+  """Returns the model without the policy, unbound."""
+  return _with_class(module, getattr(type(module), _CLASS))
+
+
+def _under_policy(module: PolicyModule, x: Any) -> Any:
+  """Returns a submodule that runs under the policy of a module, or what else is given."""
+  if not isinstance(x, nn.Module) or isinstance(x, PolicyModule) or x.scope is None:
+    return x
+  # The paths of rules begin at the root, which the submodule does not have when it is unbound.
+  config = dataclasses.replace(_config_of(module), unmatched="ignore")
+  root = vars(module).get(_ROOT, module.path)
+  submodule = object.__new__(policy_class(type(x), config))
+  vars(submodule).update({**vars(x), _ROOT: root})
+  return submodule
+
+
+def _apply(
+  module: PolicyModule, activated: Any, variables: Variables, args: Args, kwargs: Kwargs
+) -> PyTree:
+  with activated as state:
+    # Inside of a trace of mpjax, the call is rewritten with that trace. A policy may also cast
+    # nothing.
+    if state is None or state.tracing or not _config_of(module).rewrites:
+      return _plain(module).apply(variables, *args, **kwargs)
+    return applied(_plain(module), state, activate, variables, args, kwargs)
+
+
+def _initialized(
+  config: PolicyConfig,
+  init: Function,
+  rngs: Keys,
+  args: Args,
+  kwargs: Kwargs,
+  traced: Function | None = None,
+) -> PyTree:
+  """Returns the result of a method that initialises, after a check of the rules.
+
+  The check traces `traced` instead, if the method also returns an output: that may have a type
+  which JAX does not know.
+  """
+  # While a record is active, JAX finds no function that was compiled before, so all modules are
+  # called. It must be active in this abstract trace only, or nothing would ever be reused.
+  record = ModuleRecord(config)
+  if config.rules:
+    with activate(begin(config, record=record)):
+      abstract(functools.partial(traced or init, rngs, *args, **kwargs))
+  record.check("that init passed", 3)
+  with activate(begin(config)):
+    return init(rngs, *args, **kwargs)
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:

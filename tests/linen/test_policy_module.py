@@ -486,3 +486,26 @@ def test_properties_and_methods_of_a_bound_model_keep_the_policy():
   variables = {"params": bound.variables["params"]}
   apply = functools.partial(model.apply, method=model.twice)
   assert dots(apply, variables, X) == ["bfloat16", "bfloat16"]
+
+
+class Helpers(nn.Module):
+  """Private methods, whose names are those of functions of the library."""
+
+  def setup(self):
+    self.table = nn.Dense(32)
+
+  def _apply(self, x):
+    return self.table(x)
+
+  _initialized = _plain = _under_policy = _config_of = _apply
+
+  def __call__(self, x):
+    return self._plain(self._config_of(self._under_policy(self._initialized(self._apply(x)))))
+
+
+def test_private_methods_of_a_model_are_its_own():
+  model = low(Helpers())
+  variables = model.init(jax.random.key(0), X)
+  assert dots(model.apply, variables, X) == ["bfloat16"] * 5
+  assert dots(model.bind(variables), X) == ["bfloat16"] * 5
+  assert dots(model.bind(variables).table, X) == ["bfloat16"]
