@@ -78,7 +78,11 @@ def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
       yield name, own
 
 
-_OF_ALL = frozenset(name for cls in nn.Module.__mro__ for name in vars(cls))
+class _Empty(nn.Module):
+  """A module without fields."""
+
+
+_OF_ALL = frozenset(dir(_Empty(parent=None)))
 """The attributes of all modules, which have nothing to run under a policy."""
 
 
@@ -255,7 +259,7 @@ class PolicyModule(_Module):
       return super().clone(**updates)
 
   def __getattribute__(self, name: str) -> Any:
-    if name.startswith("_") or name in _OF_ALL or not _begins(self):
+    if name in _OF_ALL or not _begins(self):
       return super().__getattribute__(name)
     # Looking up an attribute may run `setup` or a property.
     with _beginning(self):

@@ -509,3 +509,40 @@ def test_private_methods_of_a_model_are_its_own():
   assert dots(model.apply, variables, X) == ["bfloat16"] * 5
   assert dots(model.bind(variables), X) == ["bfloat16"] * 5
   assert dots(model.bind(variables).table, X) == ["bfloat16"]
+
+
+class Private(nn.Module):
+  """Has submodules for itself."""
+
+  _held: nn.Module
+
+  def setup(self):
+    self._table = nn.Dense(32)
+
+  @property
+  def _features(self):
+    return self._held(X)
+
+  def __call__(self, x):
+    return self._table(self._held(x))
+
+
+def test_private_attributes_of_a_bound_model_keep_the_policy():
+  model = low(Private(nn.Dense(32)))
+  bound = model.bind(model.init(jax.random.key(0), X))
+  for _ in range(2):  # The first use runs `setup`.
+    assert dots(bound._table, X) == ["bfloat16"]
+  assert dots(bound._held, X) == ["bfloat16"]
+  assert dots(lambda: bound._features) == ["bfloat16"]
+
+
+def test_the_parent_of_a_submodule_is_under_no_policy():
+  def call(module, x):
+    assert module.held.parent is module
+    return module.held(x)
+
+  class Parent(nn.Module):
+    held: nn.Module
+    __call__ = call
+
+  Parent(low(Two())).init(jax.random.key(0), X)
