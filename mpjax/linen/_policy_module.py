@@ -95,7 +95,8 @@ def _method(own: Function) -> Function:
     if not (isinstance(self, PolicyModule) and _begins(self)):
       return own(self, *args, **kwargs)
     with _beginning(self, is_call=own.__name__ == "__call__"):
-      return own(self, *args, **kwargs)
+      outputs = own(self, *args, **kwargs)
+    return _all_under_policy(self, outputs)
 
   return method
 
@@ -264,12 +265,12 @@ class PolicyModule(_Module):
     # Looking up an attribute may run `setup` or a property.
     with _beginning(self):
       attribute = super().__getattribute__(name)
-    return mapped(functools.partial(_under_policy, self), attribute)
+    return _all_under_policy(self, attribute)
 
   def __getattr__(self, name: str) -> Any:
     with _beginning(self) if _begins(self) else contextlib.nullcontext():
       attribute = super().__getattr__(name)
-    return mapped(functools.partial(_under_policy, self), attribute) if _begins(self) else attribute
+    return _all_under_policy(self, attribute) if _begins(self) else attribute
 
   def __reduce__(self) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's class.
@@ -290,6 +291,11 @@ def _config_of(module: PolicyModule) -> PolicyConfig:
 def _plain(module: PolicyModule) -> nn.Module:
   """Returns the model without the policy, unbound."""
   return _with_class(module, getattr(type(module), _CLASS))
+
+
+def _all_under_policy(module: PolicyModule, tree: PyTree) -> PyTree:
+  """Returns a tree whose submodules run under the policy of a module."""
+  return mapped(functools.partial(_under_policy, module), tree)
 
 
 def _under_policy(module: PolicyModule, x: Any) -> Any:

@@ -473,6 +473,10 @@ class Described(nn.Module):
   def twice(self, x):
     return self(self(x))
 
+  @nn.nowrap
+  def parts(self):
+    return {"table": self.table}
+
 
 def test_properties_and_methods_of_a_bound_model_keep_the_policy():
   model = low(Described())
@@ -481,6 +485,7 @@ def test_properties_and_methods_of_a_bound_model_keep_the_policy():
   assert dots(lambda: bound.features) == ["bfloat16"]
   assert dots(bound.twice, X) == ["bfloat16", "bfloat16"]
   assert dots(bound.table, X) == ["bfloat16"]
+  assert dots(bound.parts()["table"], X) == ["bfloat16"]
   assert dots(mpjax.full_precision(bound.twice), X) == ["float32", "float32"]
   # A method of the wrapped model runs under its policy too.
   variables = {"params": bound.variables["params"]}
