@@ -38,9 +38,13 @@ def with_policy_of(model: nn.Module, config: PolicyConfig) -> "PolicyModule":
 
 
 def _with_class(model: nn.Module, cls: Any) -> Any:
-  """Returns an unbound model of another class with the same fields."""
-  fields = {x.name: getattr(model, x.name) for x in dataclasses.fields(model) if x.init}
-  return cls(**{**fields, "parent": None})
+  """Returns an unbound model of another class with the same attributes."""
+  # The constructor would run the user's `__post_init__` on what it has computed already.
+  new = object.__new__(cls)
+  vars(new).update({**vars(model), "scope": None})
+  object.__setattr__(new, "parent", None)
+  nn.Module.__post_init__(new)
+  return new
 
 
 @functools.cache
@@ -274,8 +278,8 @@ class PolicyModule(_Module):
 
   def __reduce__(self) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's class.
-    fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.init}
-    return _rebuild, (getattr(type(self), _CLASS), _config_of(self), {**fields, "parent": None})
+    cls = type(self)
+    return _new_of_class, (getattr(cls, _CLASS), _config_of(self)), self.__getstate__()
 
   def __repr__(self) -> str:
     return f"with_policy({super().__repr__()}, {_config_of(self)})"
@@ -351,5 +355,5 @@ def _with_params(variables: Variables, params: Params) -> Variables:
   return variables.copy(new) if isinstance(variables, FrozenDict) else {**variables, **new}
 
 
-def _rebuild(cls: Class, config: PolicyConfig, fields: Mapping[str, Any]) -> PolicyModule:
-  return policy_class(cls, config)(**fields)
+def _new_of_class(cls: Class, config: PolicyConfig) -> PolicyModule:
+  return object.__new__(policy_class(cls, config))

@@ -551,3 +551,35 @@ def test_the_parent_of_a_submodule_is_under_no_policy():
     __call__ = call
 
   Parent(low(Two())).init(jax.random.key(0), X)
+
+
+class Doubled(nn.Module):
+  """Computes a field from itself, and sets another attribute."""
+
+  width: int
+
+  def __post_init__(self):
+    self.given = self.width
+    self.width = 2 * self.width
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(self.width)(x)
+
+
+def test_the_constructor_of_the_user_runs_as_often_as_without_a_policy():
+  plain, model, key = Doubled(2), low(Doubled(2)), jax.random.key(0)
+  assert (model.width, model.given) == (plain.width, plain.given)
+  assert jax.eval_shape(model.init, key, X) == jax.eval_shape(plain.init, key, X)
+  again = pickle.loads(pickle.dumps(model))
+  assert jax.eval_shape(again.init, key, X) == jax.eval_shape(plain.init, key, X)
+
+
+def test_a_bound_model_is_copied_and_initialised():
+  model = low(Outer(Two()), rules=[Rule("float16", path="held/first")])
+  variables = model.init(jax.random.key(0), X)
+  bound = model.bind(variables)
+  for each in (copy.copy(bound), copy.deepcopy(bound)):
+    assert dots(each, X) == ["float16", "bfloat16"]
+  assert stored(bound.init(jax.random.key(0), X)) == stored(variables)
