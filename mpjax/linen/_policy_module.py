@@ -146,9 +146,14 @@ class PolicyModule(_Module):
     # may put each class into a table, or ask for keywords.
     pass
 
-  if TYPE_CHECKING:
-    # Modules have a hash, and type checkers do not know it.
-    def __hash__(self) -> int: ...
+  # A user's `__eq__` does not know of policies, and JAX would take what it compiled under another.
+  def __eq__(self, other: object) -> bool:
+    if isinstance(other, nn.Module) and type(other) is not type(self):
+      return False
+    return super().__eq__(other)
+
+  def __hash__(self) -> int:
+    return super().__hash__()
 
   def apply(
     self, variables: Variables, *args: Any, mutable: CollectionFilter = False, **kwargs: Any

@@ -583,3 +583,24 @@ def test_a_bound_model_is_copied_and_initialised():
   for each in (copy.copy(bound), copy.deepcopy(bound)):
     assert dots(each, X) == ["float16", "bfloat16"]
   assert stored(bound.init(jax.random.key(0), X)) == stored(variables)
+
+
+class Sized(nn.Module):
+  """Is equal to what has as many widths."""
+
+  widths: list[int]
+
+  def __eq__(self, other):
+    return isinstance(other, Sized) and len(self.widths) == len(other.widths)
+
+  def __hash__(self):
+    return len(self.widths)
+
+
+def test_equality_of_the_user_counts_under_one_policy():
+  model = low(Sized([1]))
+  assert model == low(Sized([2]))
+  assert hash(model) == hash(Sized([2]))
+  for other in (Sized([1]), with_policy(Sized([1]), "mixed_float16")):
+    assert model != other
+    assert other != model
