@@ -266,7 +266,11 @@ class PolicyModule(_Module):
     """
     # The fields of a bound model are submodules. Inside of its policy they are read as they are.
     with _beginning(self) if _begins(self) else contextlib.nullcontext():
-      return super().clone(**updates)
+      new = super().clone(**updates)
+    # A lifted transform calls a clone that is bound at the same path.
+    if _ROOT in vars(self) and new.scope is not None:
+      vars(new)[_ROOT] = vars(self)[_ROOT]
+    return new
 
   def __getattribute__(self, name: str) -> Any:
     if name in _OF_ALL or not _begins(self):

@@ -604,3 +604,17 @@ def test_equality_of_the_user_counts_under_one_policy():
   for other in (Sized([1]), with_policy(Sized([1]), "mixed_float16")):
     assert model != other
     assert other != model
+
+
+def test_a_part_of_a_submodule_keeps_its_path_in_a_lifted_transform():
+  class Lifting(nn.Module):
+    held: nn.Module
+    lift: typing.Any
+
+    def __call__(self, x):
+      return self.lift(lambda module, x: module(x))(self.held.held, x)
+
+  model = low(Outer(Two()), rules=[Rule("float16", path="held/first")])
+  variables = {"params": {"held": model.init(jax.random.key(0), X)["params"]}}
+  for lift in (nn.remat, nn.jit):
+    assert dots(Lifting(model, lift).apply, variables, X) == ["float16", "bfloat16"]
