@@ -120,7 +120,7 @@ def _beginning(module: "PolicyModule", is_call: bool = False) -> Generator[None]
   scope = vars(module)["scope"]
   root = vars(module).get(_ROOT, scope.path)
   # The `init` of a model around calls all modules of this one, so its rules can be checked.
-  checks = is_call and root == scope.path and scope.is_mutable_collection("params")
+  checks = is_call and root == scope.path and module.is_initializing()
   record = ModuleRecord(config) if checks and config.rules else None
   with under(config, root_path=root, record=record):
     yield

@@ -618,3 +618,11 @@ def test_a_part_of_a_submodule_keeps_its_path_in_a_lifted_transform():
   variables = {"params": {"held": model.init(jax.random.key(0), X)["params"]}}
   for lift in (nn.remat, nn.jit):
     assert dots(Lifting(model, lift).apply, variables, X) == ["float16", "bfloat16"]
+
+
+def test_rules_of_a_bound_model_are_not_checked_where_parameters_may_be_written():
+  x, variables = parts()
+  model = low(Parts(), rules=[Rule("float16", path="auxiliary")])
+  assert dots(model.bind(variables, mutable=True), x) == ["bfloat16"]
+  held = {"params": {"held": variables["params"]}}
+  assert dots(functools.partial(Outer(model).apply, mutable=["params"]), held, x) == ["bfloat16"]
