@@ -71,6 +71,9 @@ _ROOT = "_root_of_policy"
 """The attribute of an object with the path to which those of rules are relative. Without it, they
 are relative to the object."""
 
+_SHOWN = "_shown_under_policy"
+"""The attribute of a copy of a submodule with that submodule."""
+
 
 def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
   """Yields the methods of models of a class, without those that all modules have."""
@@ -108,6 +111,9 @@ def _method(own: Function) -> Function:
 def _begins(module: "PolicyModule") -> bool:
   """Whether a bound module is used by code that does not run under its policy."""
   if vars(module).get("scope") is None or outside_policies():
+    return False
+  state = vars(module)["_state"]
+  if state.in_setup or not state.is_initialized:  # Flax reads fields, and stores them again.
     return False
   active = current()
   return active is None or active.config != _config_of(module)
@@ -272,6 +278,14 @@ class PolicyModule(_Module):
       vars(new)[_ROOT] = vars(self)[_ROOT]
     return new
 
+  def _try_setup(self, shallow: bool = False) -> None:
+    shown = vars(self).get(_SHOWN)
+    if shown is None:
+      super()._try_setup(shallow)
+    else:  # `setup` runs once, and gives its attributes to the submodule and all copies.
+      shown._try_setup(shallow)
+      vars(self).update(vars(shown))
+
   def __getattribute__(self, name: str) -> Any:
     if name in _OF_ALL or not _begins(self):
       return super().__getattribute__(name)
@@ -319,7 +333,7 @@ def _under_policy(module: PolicyModule, x: Any) -> Any:
   config = dataclasses.replace(_config_of(module), unmatched="ignore")
   root = vars(module).get(_ROOT, module.path)
   submodule = object.__new__(policy_class(type(x), config))
-  vars(submodule).update({**vars(x), _ROOT: root})
+  vars(submodule).update({**vars(x), _ROOT: root, _SHOWN: x})
   return submodule
 
 

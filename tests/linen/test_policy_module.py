@@ -626,3 +626,43 @@ def test_rules_of_a_bound_model_are_not_checked_where_parameters_may_be_written(
   assert dots(model.bind(variables, mutable=True), x) == ["bfloat16"]
   held = {"params": {"held": variables["params"]}}
   assert dots(functools.partial(Outer(model).apply, mutable=["params"]), held, x) == ["bfloat16"]
+
+
+class Decoder(nn.Module):
+  """Uses a table that another module may have, too."""
+
+  table: nn.Module
+
+  def setup(self):
+    self.body = nn.Dense(8)
+
+  def __call__(self, x):
+    return self.table.attend(self.body(x))
+
+
+def test_a_submodule_uses_a_table_of_the_model_around():
+  class Tied(nn.Module):
+    wrap: typing.Any
+
+    def setup(self):
+      self.table = nn.Embed(11, 8)
+      self.decoder = self.wrap(Decoder(self.table))
+
+    def __call__(self, ids):
+      return self.decoder(self.table(ids))
+
+  model, plain = Tied(low), Tied(lambda model: model)
+  variables = model.init(jax.random.key(0), IDS)
+  assert bits(variables) == bits(plain.init(jax.random.key(0), IDS))
+  assert dots(model.apply, variables, IDS) == ["bfloat16", "bfloat16"]
+
+
+def test_a_submodule_is_set_up_once():
+  x = jnp.ones((2, 8))
+  model = low(nn.Sequential([Decoder(nn.Embed(11, 8))]))
+  bound = model.bind(model.init(jax.random.key(0), x))
+  first, second = bound.layers[0], bound.layers[0]
+  for part in (first, second, bound.layers[0]):
+    assert dots(part.body, x) == ["bfloat16"]
+    assert isinstance(part.body.parent, Decoder)
+    assert dots(part, x) == ["bfloat16", "bfloat16"]
