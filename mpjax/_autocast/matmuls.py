@@ -95,6 +95,11 @@ def _in_low_precision(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: 
   returns_sum = leaves and recipe is None and facts_of(eqn).dtype_param is not None
   out = FLOAT32 if returns_sum else low
   gradients = None if policy is None else policy.weight_grad_dtype
+  if gradients is None and low == jnp.float16 and facts_of(eqn).flops != "convolution":
+    # The gradient of a weight sums over all rows of a batch, so it may leave the range of float16
+    # although no summand does. No matmul uses it, so float32 costs few bytes. cuDNN has no
+    # convolution that rounds its operands only, and XLA would cast them to float32.
+    gradients = FLOAT32
   # A recipe computes the gradients of weights in float32 itself.
   if recipe is not None:
     rule = _in_recipe(rewriter, eqn, values, low, recipe)

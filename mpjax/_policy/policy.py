@@ -67,7 +67,8 @@ class Policy:
     output_dtype: the dtype of the results of the outermost module under the policy. It is the root
       of the model, or a module that a rule matches. None leaves results as they were computed.
     weight_grad_dtype: the dtype in which gradients of kernels and biases are computed and added up,
-      on one device or on many. None takes the dtype of the layer's matmuls.
+      on one device or on many. None takes the dtype of the layer's matmuls, but float32 in float16,
+      except for the kernels of convolutions.
     precision: the precision of matmuls and convolutions for which the model sets none: "default",
       "high", "highest" (float32 as float32), a `jax.lax.DotAlgorithmPreset` or its name. None
       follows `jax_default_matmul_precision`. If that is unset, a low-precision policy asks for

@@ -410,13 +410,13 @@ def test_the_running_sum_of_an_accumulation_is_no_update():
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("size", "scale", "proposed"), [(1e3, 2.0**15, 16), (1.0, 2.0**24, 2**13)])
 def test_the_scale_that_is_proposed_after_an_overflow_ends_the_skips(size, scale, proposed):
-  params, x = {"w": jnp.full((8, 2), 1e-4)}, jnp.full((1, 8), size)
+  params, x = {"w": jnp.full((8, 2), 1e-4)}, jnp.ones((1, 8))
 
   def step_at(scale):
     tx = mpjax.loss_scaling(optax.sgd(1e-9), mpjax.StaticLossScale(scale))
 
     def step(params, opt_state):
-      loss_fn = mpjax.autocast(lambda p: jnp.mean(x @ p["w"]), "mixed_float16")
+      loss_fn = mpjax.autocast(lambda p: jnp.mean(size * (x @ p["w"])), "mixed_float16")
       _, grads = jax.value_and_grad(mpjax.scaled(loss_fn, opt_state))(params)
       updates, opt_state = tx.update(grads, opt_state, params)
       return optax.apply_updates(params, updates), opt_state

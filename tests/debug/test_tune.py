@@ -74,7 +74,7 @@ def test_printed_rules_paste_into_linen_and_autocast(capsys):
   loss_fn, *args = prepared(Root())
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(*args)
   assert f"at most {report.bound} measurements" in capsys.readouterr().out
-  assert [rule.path for rule in report.rules] == ["", "**/b"]
+  assert [rule.path for rule in report.rules] == ["", "**/a", "**/b"]
   assert pasted(report) == report.rules
   assert not np.isfinite(error_of(loss_fn, args, (), "mixed_float16"))
   assert error_of(loss_fn, args, report.rules, "mixed_float16") < 0.01

@@ -4,6 +4,7 @@ The table of sample calls is tests/autocast/samples.py. Casting by hand is done 
 `astype`. All calls of a table are in one program, which is compiled once for each dtype.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -120,9 +121,11 @@ def under_autocast(fun, half):
 
 @BOTH
 def test_matmuls_and_convolutions(half):
+  # JAX gives the gradient of a weight the dtype of the weight.
+  policy = dataclasses.replace(mpjax.Policy.parse(half), weight_grad_dtype=half)
   calls = {
     name: (
-      mpjax.autocast(sample.fun, half),
+      mpjax.autocast(sample.fun, policy),
       lambda *args, fun=sample.fun: cast(fun(*cast(args, half)), "float32"),
       sample,
     )

@@ -16,7 +16,6 @@ from tests.programs import bits, mesh_of
 pytestmark = pytest.mark.standard_promotion("dtypes")
 
 with_policy = mpjax.linen.with_policy
-XLA = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 BATCH = 8
 
 
@@ -76,24 +75,26 @@ def test_gradients_are_added_up_in_float32(devices, kind):
 
 
 @pytest.mark.parametrize(
-  ("stored", "compute", "asked"),
+  ("stored", "compute", "asked", "reduced"),
   [
-    ("float32", "float32", None),
-    ("float32", "float16", None),
-    ("float32", "bfloat16", "bfloat16"),
-    ("float32", "float16", "float32"),
-    ("bfloat16", "bfloat16", "float32"),
+    ("float32", "float32", None, "f32"),
+    ("float32", "bfloat16", None, "bf16"),
+    ("float32", "float16", None, "f32"),
+    ("float32", "bfloat16", "bfloat16", "bf16"),
+    ("float32", "float16", "float16", "f16"),
+    ("float32", "float16", "float32", "f32"),
+    ("bfloat16", "bfloat16", "float32", "f32"),
   ],
 )
-def test_the_dtype_asked_for(devices, stored, compute, asked):
-  # Or that of the compute; the bias has a float32 sum in any case.
+def test_the_dtype_asked_for(devices, stored, compute, asked, reduced):
+  # The bias has a float32 sum in any case.
   model, mesh = nn.Dense(5), mesh_of(devices)
   x = jnp.ones((BATCH, 8))
   params = placed(mesh, jax.tree.map(lambda p: p.astype(stored), params_of(model, x)))
   gradient = gradients(model, policy(compute, asked, param_dtype=stored))
   found = collectives(gradient, params, placed(mesh, x, lambda x: ("data",)))
   seen = {(op, dtype, int(np.prod(shape))) for op, dtype, shape in found}
-  assert seen == {("all-reduce", XLA[asked or compute], 40), ("all-reduce", "f32", 5)}
+  assert seen == {("all-reduce", reduced, 40), ("all-reduce", "f32", 5)}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)

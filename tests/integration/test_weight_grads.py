@@ -137,6 +137,40 @@ def test_one_product_of_half_numbers_into_float32(name):
   assert sorted(p.flops for p in replaced.elements()) == sorted(p.flops for p in wide.elements())
 
 
+ROWS = 64
+PARAMETERS = {
+  "kernel": ((8, 8), lambda w, x: x @ w),
+  "kernels of experts": (
+    (2, 8, 8),
+    lambda w, x: jnp.einsum("nd,edf->enf", x, w),
+  ),
+  "kernels of a scan": (
+    (2, 8, 8),
+    lambda w, x: jax.lax.scan(jax.checkpoint(lambda x, w: (x @ w, None)), x, w)[0],
+  ),
+  "bias": ((8,), lambda b, x: jax.nn.relu(x @ jnp.eye(8) + b)),
+  "scale": ((8,), lambda s, x: jax.nn.relu(x @ jnp.eye(8) * s)),
+  "embedding": ((3, 8), lambda t, x: t[jnp.zeros(ROWS, int)] @ jnp.eye(8)),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_float16_gradient_that_float16_could_not_hold(name):
+  # Each row has a cotangent of 2048. Their sum of 2^17 is no float16 number.
+  shape, fun = PARAMETERS[name]
+  w = jnp.broadcast_to(jnp.eye(*shape[-2:]) if name.startswith("k") else jnp.ones(shape), shape)
+
+  def loss(w, x):
+    return jnp.sum(2048 * fun(w, x))
+
+  args = w, jnp.ones((ROWS, 8))
+  found, wanted = run(jax.grad(mpjax.autocast(loss, "mixed_float16")), *args), jax.grad(loss)(*args)
+  np.testing.assert_array_equal(found, wanted)
+  assert np.abs(wanted).max() == 2.0**17
+  if name.startswith("kernel"):
+    assert not np.isfinite(jax.grad(mpjax.autocast(loss, "p=f32,c=f16,o=f32,w=f16"))(*args)).all()
+
+
 def test_float64(set_flag):
   set_flag("jax_enable_x64", True)
   model = nn.Dense(3)
