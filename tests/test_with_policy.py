@@ -67,15 +67,9 @@ class Pretrained:
     return self.module.apply({"params": self.params}, x)
 
 
-class Parent(nn.Module):
-  def setup(self):
-    self.child = nn.Dense(2)
-
-
 OF_LINEN, OF_NNX = mpjax.linen.with_policy, mpjax.nnx.with_policy
 WRAPPED, VIEW = OF_LINEN(nn.Dense(2), "c=bf16"), OF_NNX(linear(), "c=bf16")
-BOUND = Parent().bind({"params": {}})
-LINEN, NNX = "an unbound flax.linen.Module", "a flax.nnx.Module"
+LINEN, NNX = "a flax.linen.Module", "a flax.nnx.Module"
 ONCE = "Dense, which is under a policy already", "Wrap the plain model once"
 READY = "a view already (Linear under ", "For another policy make a view of the plain model."
 OF_EACH, FUNCTION = mpjax.with_policy, "a function of arrays"
@@ -90,8 +84,6 @@ REFUSED = [
   (OF_EACH, nn.Dense(2), {"rule": ()}, "arguments", "rule", "rules="),
   (OF_LINEN, WRAPPED, {}, LINEN, *ONCE),
   (OF_LINEN, WRAPPED.bind({"params": {}}), {}, LINEN, *ONCE),
-  (OF_LINEN, BOUND, {}, LINEN, "one that is bound at ''", "Wrap the root model and then bind"),
-  (OF_LINEN, BOUND.child, {}, LINEN, "bound at 'child'", "Wrap the root model and then bind"),
   (OF_NNX, None, {}, NNX, "None", "mpjax.with_policy(fn"),
   (OF_NNX, VIEW, {}, NNX, *READY),
   (OF_NNX, mpjax.nnx.convert(VIEW, X), {}, NNX, *READY),

@@ -34,7 +34,9 @@ Keys: TypeAlias = jax.Array | dict[str, jax.Array]
 
 def with_policy_of(model: nn.Module, config: PolicyConfig) -> "PolicyModule":
   """Returns a model with the fields of another one, which runs under a policy."""
-  return _with_class(model, policy_class(type(model), config))
+  if model.scope is None:
+    return _with_class(model, policy_class(type(model), config))
+  return _shown(model, config, model.path)
 
 
 def _with_class(model: nn.Module, cls: Any) -> Any:
@@ -103,6 +105,9 @@ def _method(own: Function) -> Function:
       return own(self, *args, **kwargs)
     with _beginning(self, is_call=own.__name__ == "__call__"):
       outputs = own(self, *args, **kwargs)
+    if (shown := vars(self).get(_SHOWN)) is not None:
+      # After a call, Flax gives a module a scope in which its submodules can be made again.
+      vars(shown)["scope"] = vars(self)["scope"]
     return _all_under_policy(self, outputs)
 
   return method
@@ -116,17 +121,17 @@ def _begins(module: "PolicyModule") -> bool:
   if state.in_setup or not state.is_initialized:  # Flax reads fields, and stores them again.
     return False
   active = current()
-  return active is None or active.config != _config_of(module)
+  if active is None or active.config != _config_of(module):
+    return True
+  return active.root_path != _root_of(module)
 
 
 @contextlib.contextmanager
 def _beginning(module: "PolicyModule", is_call: bool = False) -> Generator[None]:
   """Makes the policy of a bound module active."""
-  config = _config_of(module)
-  scope = vars(module)["scope"]
-  root = vars(module).get(_ROOT, scope.path)
+  config, root = _config_of(module), _root_of(module)
   # The `init` of a model around calls all modules of this one, so its rules can be checked.
-  checks = is_call and root == scope.path and module.is_initializing()
+  checks = is_call and root == module.path and module.is_initializing()
   record = ModuleRecord(config) if checks and config.rules else None
   with under(config, root_path=root, record=record):
     yield
@@ -315,6 +320,12 @@ def _config_of(module: PolicyModule) -> PolicyConfig:
   return getattr(type(module), _CONFIG)
 
 
+def _root_of(module: PolicyModule) -> tuple[str, ...]:
+  """Returns the path to which those of the rules of a bound module are relative."""
+  attributes = vars(module)
+  return attributes.get(_ROOT, attributes["scope"].path)
+
+
 def _plain(module: PolicyModule) -> nn.Module:
   """Returns the model without the policy, unbound."""
   return _with_class(module, getattr(type(module), _CLASS))
@@ -331,10 +342,14 @@ def _under_policy(module: PolicyModule, x: Any) -> Any:
     return x
   # The paths of rules begin at the root, which the submodule does not have when it is unbound.
   config = dataclasses.replace(_config_of(module), unmatched="ignore")
-  root = vars(module).get(_ROOT, module.path)
-  submodule = object.__new__(policy_class(type(x), config))
-  vars(submodule).update({**vars(x), _ROOT: root, _SHOWN: x})
-  return submodule
+  return _shown(x, config, _root_of(module))
+
+
+def _shown(module: nn.Module, config: PolicyConfig, root: tuple[str, ...]) -> Any:
+  """Returns a copy of a bound module that runs under a policy; paths of rules begin at `root`."""
+  copy = object.__new__(policy_class(type(module), config))
+  vars(copy).update({**vars(module), _ROOT: root, _SHOWN: module})
+  return copy
 
 
 def _apply(

@@ -21,7 +21,7 @@ def with_policy(
   """Run an unmodified Linen model under a policy, as `mpjax.with_policy` does.
 
   Args:
-    model: an unbound module; it is not changed.
+    model: a module; it is not changed. It may be bound, as are submodules in a compact method.
     policy: as for `mpjax.with_policy`, and so are the others.
     rules: tried in order for each module; the first that matches wins.
     unmatched: what `init` does about a rule that picks out no module.
@@ -30,7 +30,7 @@ def with_policy(
     A model with the same methods, and the same tree of variables, for which it has `convert`.
 
   Raises:
-    MpjaxTypeError: `model` is not an unbound Linen module, or is wrapped already.
+    MpjaxTypeError: `model` is not a Linen module, or is wrapped already.
 
   >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
   >>> model = mpjax.linen.with_policy(nn.Dense(2), "mixed_bfloat16")
@@ -43,9 +43,6 @@ def with_policy(
     fix = "Wrap the plain model once. Of nested policies only the innermost counts."
   elif not isinstance(model, nn.Module):
     got, fix = not_a_model(model)
-  elif model.scope is not None:
-    got = f"one that is bound at {'/'.join(model.path)!r}"
-    fix = "Wrap the root model and then bind that; give submodules their policy by rules."
   else:
     return with_policy_of(model, parse_config(where, policy, rules, unmatched=unmatched))
-  raise MpjaxTypeError(f"{where}(model)", expected="an unbound flax.linen.Module", got=got, fix=fix)
+  raise MpjaxTypeError(f"{where}(model)", expected="a flax.linen.Module", got=got, fix=fix)

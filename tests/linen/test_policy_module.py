@@ -399,6 +399,19 @@ class Two(nn.Module):
     return nn.Dense(32, name="second")(nn.Dense(32, name="first")(x))
 
 
+class Encoder(nn.Module):
+  def setup(self):
+    self.first, self.second = nn.Dense(32), nn.Dense(32)
+
+  def __call__(self, x):
+    return self.second(self.encode(x))
+
+  def encode(self, x):
+    if self.is_initializing():
+      self.second(x)
+    return self.first(x)
+
+
 @pytest.mark.parametrize("lift", ["", "remat", "jit", "vmap", "scan"])
 def test_a_submodule_runs_under_its_policy_with_paths_of_its_own(lift):
   inner = low(Two(), rules=[Rule("float16", path="first")])
@@ -422,6 +435,44 @@ def test_the_policy_of_a_submodule_counts_inside_of_another_policy():
   assert dots(bound, X) == ["bfloat16", "float16", "float16"]
   assert dots(bound.layers[0], X) == ["bfloat16"]
   assert dots(bound.layers[1], X) == ["float16", "float16"]
+
+
+class Compact(nn.Module):
+  """Gives a policy to submodules where it makes them."""
+
+  given: Any
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(32, name="dense")(x)
+    two = self.given(Two(name="two"))
+    return self.given(Encoder(name="encoder")).encode(two(two(x)))
+
+
+def test_a_submodule_gets_a_policy_in_a_compact_method():
+  rules = [Rule("mixed_float16", path="first")]
+  model = Compact(lambda module: low(module, rules=rules))
+  variables = model.init(jax.random.key(0), X)
+  plain = Compact(lambda module: module).init(jax.random.key(0), X)
+  assert stored(variables) == stored(plain)
+  low_twice = ["float16", "bfloat16"] * 2
+  assert dots(model.apply, variables, X) == ["float32", *low_twice, "float16"]
+
+
+def test_a_bound_model_gets_a_policy():
+  plain = Outer(Two()).bind(Outer(Two()).init(jax.random.key(0), X))
+  assert dots(low(plain), X) == dots(low(plain.held), X) == ["bfloat16", "bfloat16"]
+  assert dots(plain, X) == ["float32", "float32"]
+
+
+def test_an_equal_policy_inside_of_another_has_paths_of_its_own():
+  rules = [Rule("float16", path="layers_1")]
+  inner = low(nn.Sequential([nn.Dense(8), nn.Dense(8)]), rules=rules)
+  model = low(nn.Sequential([inner, nn.Dense(8)]), rules=rules)
+  params = model.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
+  dtypes = jax.tree.map(lambda x: x.dtype.name, [params["layers_0"], params["layers_1"]])
+  wide, half = ({"bias": name, "kernel": name} for name in ("float32", "float16"))
+  assert dtypes == [{"layers_0": wide, "layers_1": half}, half]
 
 
 def test_code_around_a_submodule_is_under_no_policy():
