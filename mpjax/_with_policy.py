@@ -43,9 +43,9 @@ def with_policy(
     data_argnums: for a function, as for `mpjax.autocast`.
 
   Returns:
-    For a Linen module, a `mpjax.linen.PolicyModule` with its `init` and `apply`. For an NNX module,
-    a view of its variables, see `mpjax.nnx.with_policy`. For a function, a function of the same
-    signature.
+    For a Linen module, an instance of its class that is also a `mpjax.linen.PolicyModule`, so it
+    can be passed wherever the module can. For an NNX module, a view of its variables, see
+    `mpjax.nnx.with_policy`. For a function, a function of the same signature.
 
   Raises:
     MpjaxTypeError: not a model or function, or one that has a policy already; a wrong option.

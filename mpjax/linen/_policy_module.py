@@ -70,11 +70,11 @@ _CLASS, _CONFIG = "_class_of_user", "_policy_config"
 """Attributes of the subclasses: the class of the user's model, and the policy."""
 
 _ROOT = "_root_of_policy"
-"""The attribute of an object with the path to which those of rules are relative. Without it, they
-are relative to the object."""
+"""The attribute with the path to which the paths of rules are relative. A module without it is that
+root itself."""
 
 _SHOWN = "_shown_under_policy"
-"""The attribute of a copy of a submodule with that submodule."""
+"""The attribute in which a copy of a submodule holds that submodule."""
 
 
 def _methods(cls: Class) -> Iterator[tuple[str, Function]]:
@@ -142,9 +142,9 @@ def _beginning(module: "PolicyModule", is_call: bool = False) -> Generator[None]
 class PolicyModule(_Module):
   """A Linen model under a policy: an instance of a subclass of the model's class.
 
-  It has the fields and methods of the model, is equal to another one with equal fields under an
-  equal policy, and can be cloned, bound, pickled, and be a submodule of another model. Paths of
-  rules are then relative to it.
+  It has the fields and methods of the model, so it can be cloned, bound and pickled. It can also be
+  a submodule of another model, in which paths of its rules are relative to it. Two such models are
+  equal if their fields and their policies are.
 
   >>> import flax.linen as nn, mpjax
   >>> model = mpjax.with_policy(nn.Dense(2), "mixed_bfloat16")
@@ -213,7 +213,9 @@ class PolicyModule(_Module):
   def init_with_output(
     self, rngs: Keys, *args: Any, **kwargs: Any
   ) -> tuple[PyTree, dict[str, Any]]:
-    """Return the model's output, computed in float32 and cast to `output_dtype`, and `init`.
+    """Return the model's output, cast to `output_dtype`, and the variables of `init`.
+
+    The output is computed in float32, as everything in `init` is.
 
     Args:
       rngs: as for `init`, and so are the others.
@@ -337,7 +339,7 @@ def _all_under_policy(module: PolicyModule, tree: PyTree) -> PyTree:
 
 
 def _under_policy(module: PolicyModule, x: Any) -> Any:
-  """Returns a submodule that runs under the policy of a module, or what else is given."""
+  """Returns a copy of a submodule under the policy of a module, or another value as it is."""
   if not isinstance(x, nn.Module) or isinstance(x, PolicyModule) or x.scope is None:
     return x
   # The paths of rules begin at the root, which the submodule does not have when it is unbound.

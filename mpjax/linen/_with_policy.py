@@ -27,7 +27,8 @@ def with_policy(
     unmatched: what `init` does about a rule that picks out no module.
 
   Returns:
-    A model with the same methods, and the same tree of variables, for which it has `convert`.
+    An instance of the model's class, with the same fields, methods and tree of variables. Its
+    method `convert` prepares these variables for inference.
 
   Raises:
     MpjaxTypeError: `model` is not a Linen module, or is wrapped already.
