@@ -1,12 +1,13 @@
-"""Run real trainers, unmodified, in float32, in their own bfloat16, and under policies.
+"""Run trainers of other projects in float32, in their own bfloat16, and under policies.
 
   make trainers ARGS="--only tunix brax --variants own_bfloat16 mpjax_bfloat16"
   make trainers ARGS=--page  # writes the table of docs/trainers.md
 
-Each folder here is a trainer, with a pinned environment of its own: `requirements.txt` lists all
-packages, `source.txt` an sdist whose files `run.py` imports (Flax's examples are in Flax's sdist).
-A trainer that cannot be installed or run is recorded with the reason. Results of trainers that are
-not named in `--only` stay as they were recorded.
+Each folder here is a trainer, with a pinned environment of its own. `requirements.txt` lists all of
+its packages. Examples are not in the wheels of their projects, so `source.txt` names an sdist that
+has them. `run.py` puts the policy in from outside, except in Flax's Gemma, whose users edit the
+example. If a trainer cannot be installed or run, the reason is recorded. Trainers that `--only`
+leaves out keep their recorded results.
 """
 
 import argparse

@@ -46,20 +46,20 @@ COUNTED = {
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-  """What is left of a short training.
+  """The results of a short training, and the functions that it ran.
 
   Fields:
     losses: the loss of each step, as the trainer reports it.
     params: the trained parameters.
     opt_state: the state of the optimizer after training.
-    step: the trainer's own training step, jitted or not. Like `loss`, it takes arrays, trees and
-      NNX objects; everything else is closed over.
+    step: the trainer's own training step, jitted or not. Like `loss`, it takes only arrays, trees
+      and NNX objects, so it has to close over everything else.
     step_args: the arguments of one call of it, which may be `jax.ShapeDtypeStruct`.
     loss: the function that the trainer differentiates by its first argument. It returns the loss,
       or a tuple that begins with it.
     loss_args: the arguments of one call of it.
     skipped: how many steps were skipped because of an overflow.
-    context: in which `step` and `loss` are traced, such as a mesh.
+    context: the context in which `step` and `loss` are traced, such as a mesh.
   """
 
   losses: list[float]
@@ -94,9 +94,9 @@ def without_writers() -> None:
 
 
 def without(*packages: str) -> None:
-  """Lets packages be imported that are not installed: their names are mocks.
+  """Makes imports of packages that are not installed return mocks.
 
-  Large libraries import others for what a few steps never use, such as tokenizers or profilers.
+  Large trainers import tokenizers, profilers and others that a few steps never use.
   """
   sys.meta_path.insert(0, _Absent(packages))
 
@@ -120,7 +120,7 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _AbsentModule(types.ModuleType):
-  """A module of mocks, which is newer than every version that it is asked for."""
+  """A module of mocks. Its version satisfies every check for a minimum."""
 
   __version__ = "99.0.0"
 
@@ -131,7 +131,7 @@ class _AbsentModule(types.ModuleType):
 
 
 class Calls:
-  """A function that remembers the arguments of its last call, to put it in a trainer's place.
+  """A function that takes the place of one of a trainer, and remembers its last arguments.
 
   Plain arrays are remembered by their shapes, because the call may donate them. NNX objects are
   remembered themselves, since the call updates them.
@@ -237,9 +237,9 @@ def pure(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[[Any],
 
 
 def differentiated(step: Callable[..., Any], args: tuple[Any, ...], module: Any) -> tuple[Any, Any]:
-  """Returns the loss that a step gives to `value_and_grad` of a module, and its arguments.
+  """Returns the loss that a step passes to `module.value_and_grad`, and its arguments.
 
-  The step must not be jitted, so that the loss closes over arrays. It runs only up to this call.
+  The step stops at this call. It must not be jitted, because the loss would close over tracers.
   """
   found = []
 
