@@ -45,14 +45,18 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
   tracers = [x for x in values if isinstance(x, Tracer)]
   is_long = len(jaxpr.eqns) >= _LONG and bool(tracers) and all(map(is_in_program, tracers))
   # In a `shard_map` the tangent of a varying operand may vary over fewer axes. A call adapts its
-  # tangents to the types of its operands, and an equation does not.
-  if is_long or any(varying_axes(aval) for aval in map(aval_of, jaxpr.invars)):
+  # tangents to the types of its operands, and an equation does not. Outside of a program, results
+  # of operations on a mesh of one device have no explicit axes, and other operands may have them.
+  is_traced = bool(tracers) and all(map(comes_from_program, tracers))
+  avals = [aval_of(v) for v in jaxpr.invars]
+  is_sharded = not is_traced and any(any(aval.sharding.spec) for aval in avals)
+  if is_long or is_sharded or any(map(varying_axes, avals)):
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     outs = called(ClosedJaxpr(jaxpr, ()), values, name)
   else:
     # Under `grad` or `vmap` inside `jit`, equations are traced one by one, and repeated parts once.
     # With concrete values each part would be compiled.
-    if tracers and all(map(comes_from_program, tracers)):
+    if is_traced:
       jaxpr = with_shared_parts(jaxpr)
     outs = eval_jaxpr(jaxpr, consts, *operands)
   return [_as_traced(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]

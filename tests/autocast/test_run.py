@@ -40,6 +40,20 @@ def test_a_short_program_is_written_out_and_a_long_one_is_one_call():
   assert {p.dtypes for p in programs.products(program)} == {("bfloat16", "bfloat16")}
 
 
+def test_a_gradient_outside_of_jit_on_an_explicit_mesh_of_one_device():
+  kind = jax.sharding.AxisType.Explicit
+  mesh = jax.make_mesh((1,), ("data",), (kind,), devices=jax.devices()[:1])
+  x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+  weight = jax.device_put(W, jax.NamedSharding(mesh, jax.P()))
+
+  def loss(w, x):
+    return jnp.sum(jax.nn.softmax(jnp.where(x > 3, x @ w, -1e9)) * x)
+
+  with jax.set_mesh(mesh):
+    found, wanted = jax.grad(mpjax.autocast(loss))(weight, x), jax.grad(loss)(weight, x)
+  np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=1e-3)
+
+
 def test_values_are_the_same_however_it_is_run():
   cast = mpjax.autocast(long)
   want = programs.bits(long(X))
