@@ -49,7 +49,8 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
   nevertheless has not scaled its loss. A step that is skipped must return its arguments bit for
   bit, except for the scale itself. Integers and keys beside the optimizer's state may move, since
   they count all steps. With `SkipNonfinite` the batch becomes NaN in place of the scale, or else a
-  parameter. If the loss contains float16 gradients and none of them is scaled, a warning says so.
+  parameter, and a float16 loss has to be scaled by a number, as in a trainer. If the loss contains
+  float16 gradients and none of them is scaled, a warning says so.
 
   A result with the names, shapes and dtypes of an argument, or of a part of it, has to equal that
   argument, whatever its position. Other results are logs. If several arguments are alike, each of
@@ -72,8 +73,9 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
   Raises:
     MpjaxTypeError: `returns` has entries other than positions and names. When called: an argument
       is traced, or no argument has a scale.
-    MpjaxValueError: when called: the step is wrong, or computes in float16 with `NoLossScale` or
-      `SkipNonfinite`; more results than arguments are alike, or `returns` does not fit.
+    MpjaxValueError: when called: the step is wrong, or computes in float16 with `NoLossScale`, or
+      with `SkipNonfinite` and a loss that no number scales; more results than arguments are alike,
+      or `returns` does not fit.
 
   >>> import jax, jax.numpy as jnp, mpjax, optax
   >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -124,7 +126,7 @@ def check_loss_scaling(step: Callable[P, PyTree], *, returns: PyTree = None) -> 
 
 
 def _check_float16(call: "_Call", scales: Sequence[OwnedScale]) -> Location | None:
-  """Raises if a step computes in float16, and none of its loss scales multiplies gradients.
+  """Raises if a step computes in float16, and neither a loss scale nor a number scales gradients.
 
   Returns the place of the first float16 gradient inside of the loss, unless a gradient there is
   scaled.
@@ -137,15 +139,21 @@ def _check_float16(call: "_Call", scales: Sequence[OwnedScale]) -> Location | No
   # A cast to float16 alone computes nothing in float16.
   computing = [each for each in operations if not each.casts]
   in_float16 = {x for x in computing if any(y.dtype == np.float16 for y in x.results)}
-  if in_float16 and not any(one.multiplies for one in scales):
+  inner = [each for each in operations if is_of_inner_gradient(each.step.name_stack)]
+  # `mpjax.scaled` multiplies the cotangent with which a backward pass begins. In a trainer it does
+  # so by a number, and the optimizer only skips.
+  skips = any(one.kind is not NoLossScale for one in scales)
+  scaling = [each for each in operations if each.eqn.primitive is scale_value_p]
+  by_number = {each for each in scaling if not each.eqn.params["divide"]}.difference(inner)
+  is_safe = any(one.multiplies for one in scales) or (skips and by_number)
+  if in_float16 and not is_safe:
     raise _wrong(
       "a loss scale, since the step computes in float16, whose gradients underflow",
       f"{scales[0].kind.__name__}()",
-      "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16.",
+      "Use mpjax.loss_scaling(tx, mpjax.DynamicLossScale()), or bfloat16. If a trainer owns the "
+      "step, use mpjax.SkipNonfinite() and give it the loss mpjax.scaled(loss_fn, 2.0**15).",
     )
-  # `mpjax.scaled` multiplies the cotangent with which a backward pass begins.
-  inner = [each for each in operations if is_of_inner_gradient(each.step.name_stack)]
-  is_scaled = any(each.eqn.primitive is scale_value_p for each in inner)
+  is_scaled = not set(inner).isdisjoint(scaling)
   return None if is_scaled else next((x.where for x in inner if x in in_float16), None)
 
 

@@ -194,6 +194,24 @@ def test_float16_needs_a_loss_scale(kind):
     check(ADAM, never, F16, loss_fn, PARAMS, getattr(mpjax, kind)())
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_number_scales_the_loss_of_a_trainer(scaled):
+  # The number in front of an inner gradient does not scale the loss around it.
+  def penalized(params, batch, dtype):
+    inner = jax.grad(mpjax.scaled(lambda x: loss_fn(params, (x, batch[1]), dtype), 2.0**4))
+    return loss_fn(params, batch, dtype) + jnp.mean(inner(batch[0]) ** 2)
+
+  def gradients(params, opt_state, batch, loss_fn):
+    if scaled:
+      loss_fn = mpjax.scaled(loss_fn, 2.0**5)
+    return jax.value_and_grad(loss_fn)(params, batch)
+
+  how = None if scaled else r"got SkipNonfinite\(\)\. .* mpjax.scaled\(loss_fn, 2.0\*\*15\)\."
+  for loss in (loss_fn, penalized):
+    with ends(how):
+      check(ADAM, gradients, F16, loss, PARAMS, mpjax.SkipNonfinite())
+
+
 def test_a_loss_that_is_not_scaled_beside_one_in_float16():
   scales = {"a": mpjax.SkipNonfinite(), "b": mpjax.DynamicLossScale()}
   tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
