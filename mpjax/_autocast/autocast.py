@@ -30,6 +30,7 @@ from mpjax._autocast.settings import Settings
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_function, haiku_state
 from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Kwargs, Leaf, P, PyTree
+from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
@@ -179,7 +180,7 @@ def with_settings(
     MpjaxTypeError: when another function cannot be traced.
   """
 
-  @functools.wraps(fn)
+  @wraps(fn)
   def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
     if outside_policies():  # Inside `full_precision` or `low_precision` no policy is active.
       return fn(*args, **kwargs)

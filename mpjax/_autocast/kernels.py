@@ -5,7 +5,6 @@ in low precision when it was traced: because the module casts them by its own `d
 `low_precision` or a rule says so.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from mpjax._autocast.scopes import AS_IT_IS_IN, OWN_DTYPE, REGION, policy_of, sc
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import cast_arrays
 from mpjax._core.types import FLOAT32, HALVES, DType, P
+from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import dtype_of, walk
 from mpjax._jaxpr.steps import Step, body_of
@@ -49,7 +49,7 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """
   check_function(fn, "mpjax.low_precision(fn)", "Pass it: mpjax.low_precision(kernel)(q, k, v).")
 
-  @functools.wraps(fn)
+  @wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     dtype = _compute_dtype()
     if dtype is None:

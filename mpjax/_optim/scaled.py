@@ -39,6 +39,7 @@ from mpjax._core.types import (
   is_inexact,
   is_low_precision,
 )
+from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._optim.find_scale import find_scale, scale_reader
 from mpjax._optim.loss_scale import positive_scale
@@ -105,7 +106,7 @@ def scaled(
       return loss_fn
     read, largest = scale_reader(owned, _WHERE), owned.largest
 
-  @functools.wraps(loss_fn, updated=())
+  @wraps(loss_fn, updated=())
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
     if AUDIT.value is not None:
       AUDIT.value.uses.add("loss scale")  # The audit lists features that the function uses.
@@ -117,10 +118,6 @@ def scaled(
       # Only the call shows the dtype of the loss, when its arguments have entered already.
       return call.at(jnp.minimum(scale, jnp.float32(_FLOAT16_LIMIT)), _FLOAT16_LIMIT)
 
-  if isinstance(loss_fn, functools.partial):
-    # The fixed keywords of a partial are defaults in its signature. Flax would take them for
-    # keyword arguments of the call.
-    del wrapper.__wrapped__
   return wrapper
 
 

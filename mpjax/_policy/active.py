@@ -14,6 +14,7 @@ import jax
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import low_to_float32, map_arrays
 from mpjax._core.types import Class, P
+from mpjax._core.wrappers import wraps
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, Rule
 
@@ -201,7 +202,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
   """
   check_function(fn, "mpjax.full_precision(fn)", "Pass it: mpjax.full_precision(jnp.matmul)(x, w).")
 
-  @functools.wraps(fn)
+  @wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
     around = ACTIVE.value or Active(outside_policies=True)
     # Without a policy, or inside another `full_precision`, arguments stay in their dtypes.
