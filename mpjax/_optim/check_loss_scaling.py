@@ -170,7 +170,8 @@ def _check_skipped_step(
     raise _wrong(
       "a step that is applied at the loss scale 1",
       "an inf or NaN in its gradients or its loss",
-      "Call it with another batch; mpjax.check_skipped_steps says which gradient it is.",
+      "Call it with another batch, or give mpjax.scaled a smaller number, if that is its scale. "
+      "mpjax.check_skipped_steps says which gradient it is.",
     )
   groups = _groups(call, stated)
 

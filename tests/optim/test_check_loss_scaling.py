@@ -212,6 +212,14 @@ def test_a_number_scales_the_loss_of_a_trainer(scaled):
       check(ADAM, gradients, F16, loss, PARAMS, mpjax.SkipNonfinite())
 
 
+def test_a_number_that_is_too_large():
+  def gradients(params, opt_state, batch, loss_fn):
+    return jax.value_and_grad(mpjax.scaled(loss_fn, 2.0**24))(params, batch)
+
+  with ends("applied at the loss scale 1, .* give mpjax.scaled a smaller number"):
+    check(ADAM, gradients, F16, loss_fn, PARAMS, mpjax.SkipNonfinite())
+
+
 def test_a_loss_that_is_not_scaled_beside_one_in_float16():
   scales = {"a": mpjax.SkipNonfinite(), "b": mpjax.DynamicLossScale()}
   tx = mpjax.loss_scaling(optax.sgd(0.1), scales)
