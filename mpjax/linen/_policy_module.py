@@ -309,7 +309,9 @@ class PolicyModule(_Module):
   def __reduce__(self) -> tuple[object, ...]:
     # Pickle finds classes by name, and this one has the name of the user's class.
     cls = type(self)
-    return _new_of_class, (getattr(cls, _CLASS), _config_of(self)), self.__getstate__()
+    if _CLASS in vars(cls):
+      return _new_of_class, (vars(cls)[_CLASS], _config_of(self)), self.__getstate__()
+    return object.__new__, (cls,), self.__getstate__()
 
   def __repr__(self) -> str:
     return f"with_policy({super().__repr__()}, {_config_of(self)})"
@@ -330,7 +332,16 @@ def _root_of(module: PolicyModule) -> tuple[str, ...]:
 
 def _plain(module: PolicyModule) -> nn.Module:
   """Returns the model without the policy, unbound."""
-  return _with_class(module, getattr(type(module), _CLASS))
+  cls = type(module)
+  if _CLASS not in vars(cls):  # The user's class does not have what the subclass adds.
+    raise MpjaxTypeError(
+      "mpjax.with_policy(model)",
+      expected="a model of the class that with_policy made, as a root",
+      got=f"one of {cls.__name__}, which a transform such as nn.remat, or a class statement, made "
+      "from that class",
+      fix="Put the policy around it: mpjax.with_policy(nn.remat(Model)(...), policy).",
+    )
+  return _with_class(module, vars(cls)[_CLASS])
 
 
 def _all_under_policy(module: PolicyModule, tree: PyTree) -> PyTree:

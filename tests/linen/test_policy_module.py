@@ -316,6 +316,30 @@ def test_a_copy_is_equal(copied):
   assert type(again) is type(model)
 
 
+PER_ROW = {"in_axes": 0, "variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+
+
+@pytest.mark.parametrize("method", ["init", "init_with_output", "lazy_init", "apply"])
+@pytest.mark.parametrize(
+  "derive", [nn.remat, lambda cls: nn.vmap(cls, **PER_ROW), lambda cls: type("Sub", (cls,), {})]
+)
+def test_a_root_of_a_class_derived_from_that_of_a_model_is_an_error(derive, method):
+  # The user's class, which a root runs, has no part of the transform.
+  cls = derive(type(with_policy(nn.Dense(4), "mixed_float16")))
+  key = jax.random.key(0)
+  with pytest.raises(
+    mpjax.errors.MpjaxTypeError, match=rf"got one of {cls.__name__}, .*nn.remat\("
+  ):
+    getattr(cls(4), method)({"params": {}} if method == "apply" else key, jnp.ones((3, 4)))
+
+
+def test_a_submodule_of_a_derived_class_keeps_the_transform():
+  model = nn.vmap(type(with_policy(nn.Dense(4), "mixed_float16")), **PER_ROW)(4)
+  outer = nn.Sequential([copy.deepcopy(model)])
+  params = outer.init(jax.random.key(0), jnp.ones((3, 16)))["params"]["layers_0"]
+  assert params["kernel"].shape == (3, 16, 4)
+
+
 def test_equal_models_share_what_jit_compiled():
   traces = []
 
