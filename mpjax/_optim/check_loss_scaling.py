@@ -295,7 +295,8 @@ def _not_scaled(call: "_Call", label: str) -> errors.MpjaxValueError:
   return _wrong(
     f"a step that is skipped when the loss scale {label!r} is NaN",
     "an applied one: gradients that were never scaled, are all zero, or had NaN replaced",
-    f"Write {library}.value_and_grad(mpjax.scaled(loss_fn, {state}))({arguments}).",
+    f"Write {library}.value_and_grad(mpjax.scaled(loss_fn, {state}))({arguments}). If a number "
+    "scales the loss, as in a trainer, the scale is mpjax.SkipNonfinite().",
   )
 
 

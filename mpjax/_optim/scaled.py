@@ -23,7 +23,7 @@ from jax.tree_util import default_registry
 
 from mpjax._autocast.boundary import tracers_in
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, flax_errors, kind_of
-from mpjax._core.frameworks import framework_of, haiku_state
+from mpjax._core.frameworks import framework_of, haiku_state, kind_of_model
 from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.trees import mapped
 from mpjax._core.types import (
@@ -133,10 +133,14 @@ def _check_loss_fn(loss_fn: object) -> None:
   """Raises unless `loss_fn` is a function whose arguments can be differentiated."""
   expected = "the function that computes the loss as the first argument"
   check_callable(loss_fn, f"{_CALL}(loss_fn)", expected=expected, fix=_FIX)
-  if isinstance(loss_fn, types.MethodType) and framework_of(loss_fn.__self__) == "NNX":
+  is_method = isinstance(loss_fn, types.MethodType)
+  owner = loss_fn.__self__ if is_method else loss_fn
+  if framework_of(owner) == "NNX":
     expected = "a function that is given the model as an argument"
-    got = f"a method of the model ({loss_fn.__qualname__})"
-    fix = "Write lambda model, x: model.loss(x), so that the model is differentiated."
+    got, call = kind_of_model(owner), "loss(model(x))"
+    if is_method:
+      got, call = f"a method of the model ({loss_fn.__qualname__})", "model.loss(x)"
+    fix = f"Write lambda model, x: {call}, so that the model is differentiated."
     raise MpjaxTypeError(_WHERE, expected=expected, got=got, fix=fix)
 
 

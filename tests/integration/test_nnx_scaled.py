@@ -199,6 +199,11 @@ MISTAKES = {
     *(CALL, "given the model as an argument", "a method of the model (Net.loss)"),
     "lambda model, x: model.loss(x)",
   ),
+  "the model as the loss": (
+    lambda m, o: mpjax.scaled(m, o),
+    *(CALL, "given the model as an argument", "a flax.nnx.Module (Net)"),
+    "lambda model, x: loss(model(x))",
+  ),
   "no optimizer": (
     lambda m, o: mpjax.scaled(loss_fn),
     *(CALL, "arguments loss_fn, opt_state", "'opt_state'"),
