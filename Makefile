@@ -36,7 +36,7 @@ help:
 	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
 	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
 	@echo "make figures     draw the figures of the pages again (ARGS=--measure: from new measurements)"
-	@echo "make trainers    run real trainers, unmodified, for a few steps: their own bfloat16, and under policies (ARGS=--help)"
+	@echo "make trainers    run real trainers for a few steps, in float32, their own bfloat16 and under policies (ARGS=--help)"
 	@echo "make flax-suite  run Flax's own Linen tests under a policy"
 	@echo "make hugging-face  run the page on Hugging Face, with the last transformers that has Flax"
 	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
