@@ -872,7 +872,7 @@ mpjax/_autocast/operations.py::_result
 mpjax/_autocast/run.py::run
 
 117 tangents in a shard_map keep the types that they come in
-- any(varying_axes(aval) for aval in map(aval_of, jaxpr.invars))
+- any(map(varying_axes, avals))
 + False
 tests/autocast/test_control_flow.py::test_a_tangent_that_varies_over_fewer_axes_of_a_shard_map
 
