@@ -617,13 +617,12 @@ def test_private_attributes_of_a_bound_model_keep_the_policy():
 
 
 def test_the_parent_of_a_submodule_is_under_no_policy():
-  def call(module, x):
-    assert module.held.parent is module
-    return module.held(x)
-
   class Parent(nn.Module):
     held: nn.Module
-    __call__ = call
+
+    def __call__(self, x):
+      assert self.held.parent is self
+      return self.held(x)
 
   Parent(low(Two())).init(jax.random.key(0), X)
 

@@ -1,13 +1,13 @@
 """Flax's examples/lm1b: `train_and_evaluate` trains a small transformer of Flax Linen."""
 
 import contextlib
+import importlib
 import sys
 import tempfile
 import types
 from functools import partial
 from unittest import mock
 
-import flax.io  # noqa: F401, which looks for the real TensorFlow when it is imported
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,8 @@ import observed
 
 import mpjax
 
+# When it is imported, it looks for the real TensorFlow.
+importlib.import_module("flax.io")
 observed.without_writers()
 # TensorFlow makes a folder here. The example's own data is a corpus to be downloaded, and a
 # tokenizer to be trained.
