@@ -239,5 +239,9 @@ def residual_bytes(graph: Graph) -> Mapping[str, int]:
 
 
 def _is_residual(value: Value) -> bool:
-  """Whether another pass uses a value of the forward pass."""
+  """Whether another pass uses a value that the forward pass computes."""
+  # An argument of the same size is in memory anyway, such as a parameter that enters `scaled`.
+  source = moved_from(value)
+  if source.kind == "argument" and source.nbytes == value.nbytes:
+    return False
   return any(consumer.where.direction != "forward" for consumer in value.consumers)

@@ -130,7 +130,7 @@ class RangesReport(Report):
 
   >>> import jax.numpy as jnp, mpjax
   >>> x = jnp.tile(jnp.asarray([1.0, 2.0**-30]), 8)
-  >>> report = mpjax.ranges(lambda w, x: jnp.sum(w @ x))(jnp.eye(16), x)
+  >>> report = mpjax.ranges(lambda w, x: jnp.sum(x * (w @ x)))(jnp.eye(16), x)
   >>> report.loss_scale, report.lost_gradients(1.0)
   (4096.0, 0.5)
   """
