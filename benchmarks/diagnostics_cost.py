@@ -36,7 +36,7 @@ from rich.table import Table
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import mpjax
-from mpjax._debug.find_nonfinite import Finder
+from mpjax._diagnose.nonfinite.find_nonfinite import Finder
 
 _INPUTS = jax.ShapeDtypeStruct((2, 128), "int32")
 _BATCH = jax.ShapeDtypeStruct((2, 129), "int32")

@@ -30,7 +30,7 @@ from jax.experimental import checkify
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mpjax
-from tests.debug.faults import FAULTS, Fault
+from tests.diagnose.faults import FAULTS, Fault
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "find_nonfinite.md"
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mpjax
-from mpjax._debug.sensitivity_report import THRESHOLD
+from mpjax._diagnose.sensitivity.report import THRESHOLD
 
 OUT = pathlib.Path(__file__).parent / "results" / "sensitivity" / "cpu.json"
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "sensitivity.md"

@@ -21,32 +21,32 @@ if TYPE_CHECKING:
   from mpjax import states as states
   from mpjax._autocast.autocast import autocast
   from mpjax._autocast.kernels import low_precision
-  from mpjax._debug.audit import audit
-  from mpjax._debug.compare import compare
-  from mpjax._debug.find_nonfinite import find_nonfinite
-  from mpjax._debug.ranges import ranges
-  from mpjax._debug.sensitivity import sensitivity
-  from mpjax._debug.tune import tune
+  from mpjax._diagnose.audit.audit import audit
+  from mpjax._diagnose.check_skipped_steps import check_skipped_steps
+  from mpjax._diagnose.compare.compare import compare
+  from mpjax._diagnose.monitor import monitor
+  from mpjax._diagnose.nonfinite.find_nonfinite import find_nonfinite
+  from mpjax._diagnose.ranges.ranges import ranges
+  from mpjax._diagnose.sensitivity.sensitivity import sensitivity
+  from mpjax._diagnose.tune.tune import tune
   from mpjax._io.convert import convert
   from mpjax._jaxpr.op_lists import OpLists
-  from mpjax._optim.accumulation import accumulate_gradients
-  from mpjax._optim.apply_updates import apply_updates
-  from mpjax._optim.check_loss_scaling import check_loss_scaling
-  from mpjax._optim.check_skipped_steps import check_skipped_steps
+  from mpjax._optim.check.check_loss_scaling import check_loss_scaling
   from mpjax._optim.loss_scale import (
     DynamicLossScale,
     NoLossScale,
     SkipNonfinite,
     StaticLossScale,
   )
-  from mpjax._optim.loss_scaling import loss_scaling
-  from mpjax._optim.master_weights import master_weights
   from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
-  from mpjax._optim.monitor import monitor
   from mpjax._optim.scaled import scaled
-  from mpjax._optim.state_dtype import state_dtype
-  from mpjax._optim.train_state import TrainState
-  from mpjax._optim.train_step import make_train_step
+  from mpjax._optim.step.train_state import TrainState
+  from mpjax._optim.step.train_step import make_train_step
+  from mpjax._optim.wrappers.accumulation import accumulate_gradients
+  from mpjax._optim.wrappers.apply_updates import apply_updates
+  from mpjax._optim.wrappers.loss_scaling import loss_scaling
+  from mpjax._optim.wrappers.master_weights import master_weights
+  from mpjax._optim.wrappers.state_dtype import state_dtype
   from mpjax._with_policy import with_policy
   from mpjax.linen import policy_scope
 
@@ -69,30 +69,30 @@ _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
 _ON_FIRST_USE = {
-  "_debug.audit": "audit",
-  "_debug.compare": "compare",
-  "_debug.find_nonfinite": "find_nonfinite",
-  "_debug.ranges": "ranges",
-  "_debug.sensitivity": "sensitivity",
-  "_debug.tune": "tune",
+  "_diagnose.audit.audit": "audit",
+  "_diagnose.compare.compare": "compare",
+  "_diagnose.nonfinite.find_nonfinite": "find_nonfinite",
+  "_diagnose.ranges.ranges": "ranges",
+  "_diagnose.sensitivity.sensitivity": "sensitivity",
+  "_diagnose.tune.tune": "tune",
   "_io.convert": "convert",
   "_autocast.kernels": "low_precision",
   "_autocast.autocast": "autocast",
   "_jaxpr.op_lists": "OpLists",
   "linen": "policy_scope",
-  "_optim.accumulation": "accumulate_gradients",
-  "_optim.apply_updates": "apply_updates",
-  "_optim.check_loss_scaling": "check_loss_scaling",
-  "_optim.check_skipped_steps": "check_skipped_steps",
+  "_optim.wrappers.accumulation": "accumulate_gradients",
+  "_optim.wrappers.apply_updates": "apply_updates",
+  "_optim.check.check_loss_scaling": "check_loss_scaling",
+  "_diagnose.check_skipped_steps": "check_skipped_steps",
   "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
-  "_optim.loss_scaling": "loss_scaling",
-  "_optim.master_weights": "master_weights",
+  "_optim.wrappers.loss_scaling": "loss_scaling",
+  "_optim.wrappers.master_weights": "master_weights",
   "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
-  "_optim.monitor": "monitor",
+  "_diagnose.monitor": "monitor",
   "_optim.scaled": "scaled",
-  "_optim.state_dtype": "state_dtype",
-  "_optim.train_state": "TrainState",
-  "_optim.train_step": "make_train_step",
+  "_optim.wrappers.state_dtype": "state_dtype",
+  "_optim.step.train_state": "TrainState",
+  "_optim.step.train_step": "make_train_step",
   "_with_policy": "with_policy",
 }
 """The modules that are imported when one of their names is first used. The type checkers' imports

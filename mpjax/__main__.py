@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpjax._debug.doctor import doctor
+from mpjax._diagnose.doctor import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:

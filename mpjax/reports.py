@@ -5,12 +5,12 @@
 True
 """
 
-from mpjax._debug.audit import AuditReport
-from mpjax._debug.compare_report import CompareReport
-from mpjax._debug.nonfinite_report import NonfiniteReport
-from mpjax._debug.ranges_report import GroupRanges, RangesReport
-from mpjax._debug.sensitivity_report import SensitivityReport
-from mpjax._debug.tune_report import TuneReport
+from mpjax._diagnose.audit.audit import AuditReport
+from mpjax._diagnose.compare.report import CompareReport
+from mpjax._diagnose.nonfinite.report import NonfiniteReport
+from mpjax._diagnose.ranges.report import GroupRanges, RangesReport
+from mpjax._diagnose.sensitivity.report import SensitivityReport
+from mpjax._diagnose.tune.report import TuneReport
 
 __all__ = ["AuditReport", "CompareReport", "GroupRanges", "NonfiniteReport", "RangesReport"]
 __all__ += ["SensitivityReport", "TuneReport"]

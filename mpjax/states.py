@@ -5,9 +5,8 @@
 True
 """
 
+from mpjax._diagnose.monitor import monitor_counts
 from mpjax._optim.inner_state import inner_state
-from mpjax._optim.master_weights import master_params, set_master_params
-from mpjax._optim.monitor import monitor_counts
 from mpjax._optim.set_loss_scale import set_loss_scale
 from mpjax._optim.states import (
   AccumulationState,
@@ -15,6 +14,7 @@ from mpjax._optim.states import (
   MasterWeightsState,
   MonitorState,
 )
+from mpjax._optim.wrappers.master_weights import master_params, set_master_params
 
 __all__ = ["AccumulationState", "LossScalingState", "MasterWeightsState", "MonitorState"]
 __all__ += ["inner_state", "master_params", "monitor_counts"]

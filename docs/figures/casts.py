@@ -15,7 +15,7 @@ import mpjax
 from docs.figures import style
 from docs.figures.flow import Box, Flow, Point
 from docs.figures.style import SMALL, Theme, text
-from mpjax._debug.arguments import Call
+from mpjax._diagnose.call import Call
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.primitives import facts_of
 

@@ -14,7 +14,7 @@ import mpjax
 from docs.figures import style
 from docs.figures.flow import Box, Flow
 from docs.figures.style import SMALL, Theme, text
-from mpjax._debug.arguments import Call
+from mpjax._diagnose.call import Call
 from mpjax._jaxpr.graph import Graph, Operation, Value
 
 RECIPE = mpjax.Float8(skip=())

@@ -21,7 +21,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 import mpjax
 from docs.figures import style
 from docs.figures.style import FOLDER, SMALL, Theme, text
-from mpjax._debug.report import percent
+from mpjax._diagnose.report import percent
 
 MEASURED = FOLDER / "underflow.json"
 

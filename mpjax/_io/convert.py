@@ -9,7 +9,7 @@ from mpjax._core.leaves import Path, leaf_paths
 from mpjax._core.nnx_objects import is_of_nnx
 from mpjax._core.trees import is_floating
 from mpjax._core.types import FLOAT32, DType, Leaf, Params
-from mpjax._jaxpr.used_dtypes import cast_leaves
+from mpjax._io.used_dtypes import cast_leaves
 from mpjax._optim.optimizer_trees import differentiated
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import (

@@ -15,9 +15,9 @@ from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import Path, path_text
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, KeyPath, Leaf, PyTree
-from mpjax._optim.master_weights import bounded, has_no_master, join, split
 from mpjax._optim.states import MasterWeightsState
-from mpjax._optim.train_state import TrainState
+from mpjax._optim.step.train_state import TrainState
+from mpjax._optim.wrappers.master_weights import bounded, has_no_master, join, split
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.leaves import node_paths
 from mpjax._core.trees import mapped
 from mpjax._core.types import Args, Class, Function, Kwargs, Params, PyTree, Variables
-from mpjax._jaxpr.used_dtypes import store_as_used
+from mpjax._io.used_dtypes import store_as_used
 from mpjax._policy.active import outside_policies
 from mpjax._policy.rules import ModuleRecord, PolicyConfig
 from mpjax.linen._active import begin, current

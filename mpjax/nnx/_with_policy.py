@@ -10,7 +10,7 @@ from flax import nnx
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.types import KeyPath, Params, PyTree
-from mpjax._jaxpr.used_dtypes import store_as_used
+from mpjax._io.used_dtypes import store_as_used
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import (
   ModulePolicy,

@@ -33,23 +33,23 @@ RANKS = {
   "_matmul": 3,  # matmuls with derivative rules, and recipes
   "_autocast": 4,  # the rewriter that casts
   "_optim": 5,  # the adapter to optax, and the training step
-  "linen": 6,  # adapters, each to one framework for models, neither of which imports the other
-  "nnx": 6,
-  "_debug": 7,  # what a function does with numbers: audit, first non-finite value, ranges
-  "_io": 7,  # what goes to files, or is made for inference
-  "_with_policy": 8,
-  "__init__": 9,  # and the other public modules
-  "__main__": 10,  # the command line
+  "_io": 6,  # what goes to files, or is made for inference
+  "linen": 7,  # adapters, each to one framework for models, neither of which imports the other
+  "nnx": 7,
+  "_diagnose": 8,  # what a function does with numbers: a folder for each report, and checks
+  "_with_policy": 9,
+  "__init__": 10,  # and the other public modules
+  "__main__": 11,  # the command line
 }
 """The folders of the library, by what may import what: only from a lower rank."""
 
 ONLY_IN = {
-  "optax": {"_optim"},
+  "optax": {"_optim", "_diagnose"},
   "flax.linen": {"linen"},
   "flax.nnx": {"nnx"},
   "flax": {"linen", "nnx"},
   "orbax": {"_io"},
-  "importlib": {"__init__", "_debug", "_with_policy"},
+  "importlib": {"__init__", "_diagnose", "_with_policy"},
 }
 """Who may import what is not ours; the longest prefix decides."""
 

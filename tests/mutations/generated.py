@@ -1,7 +1,7 @@
 """Draws generated mutants, and runs the tests that execute their lines until one of them fails.
 
 python -m tests.mutations.generated                               # the recorded draw
-python -m tests.mutations.generated --draw 50 mpjax/_debug  # 50 of another folder
+python -m tests.mutations.generated --draw 50 mpjax/_diagnose  # 50 of another folder
 python -m tests.mutations.generated --draw 0 --only adjust        # all with this text in their name
 
 One run of `make test` with coverage says which tests execute which lines. Each mutant is applied

@@ -98,7 +98,7 @@ mpjax/_optim/loss_scale.py::read_label
 + fields | _OMITTED.get(kind, {})
 ::test_label_keeps_the_limits_exactly
 
-mpjax/_optim/loss_scaling.py::LossScaling._decided
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decided
 
 9 the scale of a finite loss backs off where another loss overflows
 - adjust(
@@ -154,13 +154,13 @@ mpjax/_core/fused_leaves.py::least_nonfinite
 14 a sum is checked, which overflows where no element does
 - jnp.all(jnp.isfinite(arrays[0]))
 + jnp.isfinite(jnp.sum(arrays[0]))
-tests/optim/test_loss_scaling.py::test_what_counts_as_bad
+tests/optim/wrappers/test_loss_scaling.py::test_what_counts_as_bad
 
 15 a comparison with the largest number is the check: NaN passes
 - finite = jnp.all(jnp.isfinite(arrays[0]))
 + x = jnp.asarray(arrays[0])
 + finite = jnp.logical_not(jnp.any(jnp.abs(x) > jnp.finfo(x.dtype).max))
-tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
+tests/optim/wrappers/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 16 only NaN is looked for
 - jnp.all(jnp.isfinite(arrays[0]))
@@ -174,7 +174,7 @@ tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - [leaves[i] for i in inexact]
 + [leaves[i] for i in inexact[:-1]]
 
-mpjax/_optim/loss_scaling.py::LossScaling._decided
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decided
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
@@ -190,7 +190,7 @@ tests/integration/test_several_losses.py::test_updates_are_those_of_the_float32_
 25a check_updates looks at the new state alone
 - coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
 + coded_leaves(LeafKind.STATE, changed)
-tests/optim/test_check_skipped_steps.py::test_check_skipped_steps_names_the_update
+tests/diagnose/test_check_skipped_steps.py::test_check_skipped_steps_names_the_update
 
 25b check_updates looks at the updates alone
 - coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
@@ -207,7 +207,7 @@ mpjax/_optim/optimizer_trees.py::step_or_select
 20 a skipped step keeps the parameters and moves the optimizer
 - pick(keep, (updates, new), (nothing_like(updates), old))
 + pick(keep, updates, nothing_like(updates)), new
-tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
+tests/optim/wrappers/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 
 23a the counts of schedules go on at a skipped step
 - return pick(keep, (updates, new), (nothing_like(updates), old))
@@ -219,7 +219,7 @@ tests/optim/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - pick(keep, (updates, new), (nothing_like(updates), old))
 + jax.tree.map(lambda u: u * keep.astype(u.dtype), updates), pick(keep, new, old)
 
-mpjax/_optim/train_step.py::make_train_step
+mpjax/_optim/step/train_step.py::make_train_step
 
 21 batch statistics of a skipped step are kept
 - kept = ("step", "model_state")
@@ -232,7 +232,7 @@ tests/integration/test_train_step_is_atomic.py::test_a_skipped_step_is_a_deleted
 
 # Micro-batches.
 
-mpjax/_optim/accumulation.py::accumulate_gradients
+mpjax/_optim/wrappers/accumulation.py::accumulate_gradients
 
 26 accumulate lets a loss scale in, and adds up its skipped steps
 - refuse_scale_inside(inner_state, where, got="mpjax.loss_scaling", fix=fix)
@@ -249,7 +249,7 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 - t / count.astype(t.real.dtype)
 + t / (count + 1).astype(t.real.dtype)
 
-mpjax/_optim/gradients.py::_accumulate
+mpjax/_optim/step/gradients.py::_accumulate
 
 27 micro-batches are added up in the dtype of the parameters
 - jax.tree.map(jnp.add, total, grads)
@@ -268,14 +268,14 @@ tests/integration/test_accumulation_is_one_step.py::test_micro_steps_are_one_big
 
 # Devices.
 
-mpjax/_optim/loss_scaling.py::LossScaling._agreed
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._agreed
 
 31 each device decides for itself
 - jax.lax.pmin(least, axes)
 + least
 tests/integration/test_sharded_training.py::test_sharded_parameters_a_nan_on_one_device_skips_everywhere
 
-mpjax/_optim/loss_scaling.py::LossScaling._first_bad
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._first_bad
 
 32 the largest values are checked instead of the flags reduced: a maximum drops NaN
 - code = self._agreed(least_nonfinite([x for _, x in leaves], codes, NO_LEAF))
@@ -284,7 +284,7 @@ mpjax/_optim/loss_scaling.py::LossScaling._first_bad
 +   arrays = [jax.lax.pmax(x, self.axis_name) for x in arrays]
 + code = least_nonfinite(arrays, codes, NO_LEAF)
 
-mpjax/_optim/gradients.py::_differentiate
+mpjax/_optim/step/gradients.py::_differentiate
 
 33 gradients are averaged over devices in the dtype that they came in
 - jax.tree.map(at_least_float32, state.params)
@@ -347,7 +347,7 @@ tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_sa
 
 # What is stored.
 
-mpjax/_optim/master_weights.py::set_master_params
+mpjax/_optim/wrappers/master_weights.py::set_master_params
 
 39 a master may be the very array that it was set from: donated, both are gone
 - bounded(jnp.asarray(new, jnp.float32))
@@ -424,14 +424,14 @@ tests/integration/test_weight_grads.py::test_one_product_of_half_numbers_into_fl
 
 # Training steps.
 
-mpjax/_optim/gradients.py::_differentiate
+mpjax/_optim/step/gradients.py::_differentiate
 
 48 a loss that loss_fn has averaged over devices is differentiated as one number for all
 - return vary(loss), aux
 + return loss, aux
 tests/integration/test_across_devices.py::test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient
 
-mpjax/_optim/gradients.py::_check_integers
+mpjax/_optim/step/gradients.py::_check_integers
 
 49 a counter of local tokens becomes the largest of all devices
 - not is_inexact(x) and not is_key(x.dtype) and traced.may_differ(i)
@@ -443,9 +443,9 @@ mpjax/_optim/optimizer_trees.py::unless_there_before
 50 a mask that holds -inf skips every step
 - jnp.logical_or(new == old, both_nan)
 + both_nan
-tests/optim/test_train_step.py::test_what_was_infinite_before_skips_no_step
+tests/optim/step/test_train_step.py::test_what_was_infinite_before_skips_no_step
 
-mpjax/_optim/retries.py::run_with_retries
+mpjax/_optim/step/retries.py::run_with_retries
 
 52 with hysteresis a batch is run again at the same scale
 - jnp.where(metrics["finite"], after.scale, lower)
@@ -500,42 +500,42 @@ mpjax/_core/fused_leaves.py::least_nonfinite
 
 # Split masters, and first moments in low precision.
 
-mpjax/_optim/master_weights.py::split
+mpjax/_optim/wrappers/master_weights.py::split
 
 59 the remainder of a split master is not clipped: at a tie it wraps around
 - jnp.clip(_bits(master) - _bits(param.astype(jnp.float32)), -(2**15), 2**15 - 1)
 + _bits(master) - _bits(param.astype(jnp.float32))
 ::test_the_remainder_is_that_to_the_parameter_which_is_committed
 
-mpjax/_optim/master_weights.py::join
+mpjax/_optim/wrappers/master_weights.py::join
 
 60 a parameter that was set to 0 makes a NaN of a remainder below 0
 - jnp.abs(master) <= _LARGEST
 + jnp.isfinite(base)
 ::test_any_parameter_with_any_remainder
 
-mpjax/_optim/master_weights.py::_rounded
+mpjax/_optim/wrappers/master_weights.py::_rounded
 
 61 a master beyond the range of bfloat16 is rounded to an inf, which no update leaves
 - bounded(master)
 + master
-tests/optim/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
+tests/optim/wrappers/test_apply_updates.py::test_from_a_master_is_its_rounding_whatever_the_update
 
-mpjax/_optim/master_weights.py::split_update
+mpjax/_optim/wrappers/master_weights.py::split_update
 
 62 a master is split from its rounding where the addition ends at another parameter
 - plus(param.astype(jnp.float32), update)
 + master.astype(param.dtype)
 ::test_the_nearest_master_where_no_update_leads_to_the_rounded_one
 
-mpjax/_optim/master_weights.py::_check_params_of
+mpjax/_optim/wrappers/master_weights.py::_check_params_of
 
 64a split masters are read with any parameters
 - is_remainder(m)
 + False
 ::test_parameters_that_cannot_belong_to_the_state_raise
 
-mpjax/_optim/master_weights.py::update_in_float32
+mpjax/_optim/wrappers/master_weights.py::update_in_float32
 
 64b float32 parameters pass for bfloat16 ones that a wrapper shows in float32
 - _check_params_of(one.master, params, f'{where}(params)')
@@ -554,21 +554,21 @@ mpjax/_io/master_storage.py::_split
 + False
 tests/io/test_master_storage.py::test_what_does_not_cross_is_refused
 
-mpjax/_optim/state_dtype.py::_map_moments
+mpjax/_optim/wrappers/state_dtype.py::_map_moments
 
 66 which moment a field holds goes by its name alone, of all optimizers
 - _FIELDS_OF.get(type(state).__name__, _FIELDS)
 + _FIELDS
 ::test_first_moments_are_found_and_nothing_else
 
-mpjax/_optim/state_dtype.py::_parse_dtypes
+mpjax/_optim/wrappers/state_dtype.py::_parse_dtypes
 
 67 second moments are stored in low precision without a word
 - nu is not None and not allow_second_moments
 + False
 ::test_arguments
 
-mpjax/_optim/state_dtype.py::state_dtype
+mpjax/_optim/wrappers/state_dtype.py::state_dtype
 
 68a first moments are computed in the dtype that they are stored in
 - update_in_float32(inner, float32_view(grads), wide, params, extra_args, call)
@@ -904,21 +904,21 @@ mpjax/_autocast/module_calls.py::module_call
 + state.keeps_dtypes
 tests/autocast/test_kernels.py::test_the_dtype_of_a_module_reaches_its_kernel
 
-mpjax/_debug/not_entered.py::_largest
+mpjax/_diagnose/audit/not_entered.py::_largest
 
 122 small statistics decide the dtype of a kernel
 - (_size_before_broadcasts(v), v.is_wide)
 + (v.is_wide, _size_before_broadcasts(v))
 ::test_the_operand_with_the_most_elements_before_broadcasts_decides
 
-mpjax/_debug/audit.py::AuditReport.half_share
+mpjax/_diagnose/audit/audit.py::AuditReport.half_share
 
 123 a kernel of unknown cost counts as nothing
 - math.nan if unknown else _share(self.flops, _LOW)
 + _share(self.flops, _LOW)
-tests/debug/test_not_entered.py::test_a_kernel_without_an_estimate_is_not_counted
+tests/diagnose/audit/test_not_entered.py::test_a_kernel_without_an_estimate_is_not_counted
 
-mpjax/_debug/expectations.py::Expectations._by_code
+mpjax/_diagnose/expectations.py::Expectations._by_code
 
 124 the matmuls of a linear solve are a leak
 - as_traced and self.marked
@@ -939,28 +939,28 @@ mpjax/_jaxpr/compat.py::with_equations
 + False
 tests/jaxpr/test_compat.py::test_a_jaxpr_with_an_object_is_high
 
-mpjax/_debug/compiled.py::compiled_as_written
+mpjax/_diagnose/compiled.py::compiled_as_written
 
 128 XLA leaves out roundings, which diagnostics are about
 - {"xla_allow_excess_precision": False}
 + {}
 ::test_a_cast_and_back_rounds
 
-mpjax/_debug/compare_run.py::record
+mpjax/_diagnose/compare/run.py::record
 
 129 functions lose the derivatives of their own when they are compared
 - body_of(program, compiled=True, differentiable=True)
 + body_of(program, compiled=True)
 ::test_functions_with_derivatives_of_their_own_keep_them
 
-mpjax/_debug/compare_modules.py::_Finder._begins_again
+mpjax/_diagnose/compare/modules.py::_Finder._begins_again
 
 130 two calls of a module in a row count as one
 - call.is_leaf and not call.matmuls.isdisjoint(self._matmul_keys(step))
 + False
 ::test_calls_of_one_module_are_told_apart
 
-mpjax/_debug/relative_errors.py::relative_errors
+mpjax/_diagnose/relative_errors.py::relative_errors
 
 131 a NaN that both runs have is a difference
 - (x == y) | (np.isnan(x) & np.isnan(y))

@@ -1,0 +1,1 @@
+"""Low precision against float32, module by module."""

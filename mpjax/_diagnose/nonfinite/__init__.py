@@ -1,0 +1,1 @@
+"""The first inf or NaN."""

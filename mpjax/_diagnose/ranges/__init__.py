@@ -1,0 +1,1 @@
+"""The ranges of all numbers of a function."""

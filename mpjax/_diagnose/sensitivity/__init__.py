@@ -1,0 +1,1 @@
+"""What each rounding does to the result."""

@@ -1,0 +1,1 @@
+"""Rules for an error that the user allows."""

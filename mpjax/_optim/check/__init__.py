@@ -1,0 +1,1 @@
+"""The check that a skipped step keeps everything."""
