@@ -25,6 +25,11 @@ def test_every_public_name_is_on_one_page():
   assert sorted(documented) == sorted(set(documented))
 
 
+def test_the_index_says_of_each_name_of_mpjax_when_to_use_it():
+  rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", PAGES["index.md"], re.MULTILINE)
+  assert sorted(name for name, _, _ in rows) == sorted(mpjax.__all__)
+
+
 def test_objects_are_what_a_user_can_write():
   found = coverage.public_objects()
   assert len(found) == len(set(found))
