@@ -68,38 +68,40 @@ __all__ += ["MpjaxError", "convert"]
 _MODULES = ("checkpoints", "errors", "linen", "nnx", "reports", "states")
 """What `import *` leaves out: `errors` and `states` are names that users have themselves."""
 
-_ON_FIRST_USE = {
-  "_diagnose.audit.audit": "audit",
-  "_diagnose.compare.compare": "compare",
-  "_diagnose.nonfinite.find_nonfinite": "find_nonfinite",
-  "_diagnose.ranges.ranges": "ranges",
-  "_diagnose.sensitivity.sensitivity": "sensitivity",
-  "_diagnose.tune.tune": "tune",
-  "_io.convert": "convert",
-  "_autocast.kernels": "low_precision",
-  "_autocast.autocast": "autocast",
-  "_jaxpr.op_lists": "OpLists",
-  "linen": "policy_scope",
-  "_optim.wrappers.accumulation": "accumulate_gradients",
-  "_optim.wrappers.apply_updates": "apply_updates",
-  "_optim.check.check_loss_scaling": "check_loss_scaling",
-  "_diagnose.check_skipped_steps": "check_skipped_steps",
-  "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
-  "_optim.wrappers.loss_scaling": "loss_scaling",
-  "_optim.wrappers.master_weights": "master_weights",
-  "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
-  "_diagnose.monitor": "monitor",
-  "_optim.scaled": "scaled",
-  "_optim.wrappers.state_dtype": "state_dtype",
-  "_optim.step.train_state": "TrainState",
-  "_optim.step.train_step": "make_train_step",
-  "_with_policy": "with_policy",
+_HOMES = {
+  "audit": "mpjax._diagnose.audit.audit",
+  "compare": "mpjax._diagnose.compare.compare",
+  "find_nonfinite": "mpjax._diagnose.nonfinite.find_nonfinite",
+  "ranges": "mpjax._diagnose.ranges.ranges",
+  "sensitivity": "mpjax._diagnose.sensitivity.sensitivity",
+  "tune": "mpjax._diagnose.tune.tune",
+  "convert": "mpjax._io.convert",
+  "low_precision": "mpjax._autocast.kernels",
+  "autocast": "mpjax._autocast.autocast",
+  "OpLists": "mpjax._jaxpr.op_lists",
+  "policy_scope": "mpjax.linen",
+  "accumulate_gradients": "mpjax._optim.wrappers.accumulation",
+  "apply_updates": "mpjax._optim.wrappers.apply_updates",
+  "check_loss_scaling": "mpjax._optim.check.check_loss_scaling",
+  "check_skipped_steps": "mpjax._diagnose.check_skipped_steps",
+  "DynamicLossScale": "mpjax._optim.loss_scale",
+  "NoLossScale": "mpjax._optim.loss_scale",
+  "SkipNonfinite": "mpjax._optim.loss_scale",
+  "StaticLossScale": "mpjax._optim.loss_scale",
+  "loss_scaling": "mpjax._optim.wrappers.loss_scaling",
+  "master_weights": "mpjax._optim.wrappers.master_weights",
+  "keep_if_skipped": "mpjax._optim.metrics",
+  "loss_scaling_metrics": "mpjax._optim.metrics",
+  "step_applied": "mpjax._optim.metrics",
+  "monitor": "mpjax._diagnose.monitor",
+  "scaled": "mpjax._optim.scaled",
+  "state_dtype": "mpjax._optim.wrappers.state_dtype",
+  "TrainState": "mpjax._optim.step.train_state",
+  "make_train_step": "mpjax._optim.step.train_step",
+  "with_policy": "mpjax._with_policy",
 }
-"""The modules that are imported when one of their names is first used. The type checkers' imports
-are the same list."""
-
-# The module of each name.
-_HOMES = {name: f"mpjax.{home}" for home, names in _ON_FIRST_USE.items() for name in names.split()}
+"""The module of each name that is imported when the name is first used. The imports for type
+checkers are the same list."""
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while modules are imported: two threads that import modules of one package may deadlock."""
