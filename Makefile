@@ -4,44 +4,34 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 JAXAMP := .venv-jaxamp
-GPU_HLO := .venv-gpu-hlo
-TPU_HLO := .venv-tpu-hlo
+COMPILERS := .venv-compilers
 BENCH_GPU := .venv-bench-gpu
 BENCH_TORCH := .venv-bench-torch
-HUGGING_FACE := .venv-hugging-face
 # What JAX is built for; cuda13 needs a driver of 580 or later.
 CUDA ?= cuda12
 # JAX 0.10 is the last for Python 3.11; later versions of Python get the newest.
 OLDEST ?= 3.11
 NEWEST ?= 3.13 3.12
 
-.PHONY: help demo test check flags docs docs-linkcheck convergence compat smoke lint format bench bench-autocast gpu-hlo tpu-hlo parity accuracy figures trainers flax-suite hugging-face campaign mutations soak clean
+.PHONY: help demo test check lint format docs compat flags mutations campaign release bench gpu-hlo tpu-hlo trainers figures clean
 
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
 	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, properties on more examples, and errors of complete models"
-	@echo "make convergence train the examples until they have learned, in float32 and in low precision"
-	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
-	@echo "make flags       run a sample of the tests with each flag of coming versions of JAX and Flax"
-	@echo "make smoke       install the wheel and the sdist into clean environments, and use them there"
 	@echo "make lint        ruff, pyright, the layout, complexity, the public API and links"
 	@echo "make format      let ruff repair what it can"
 	@echo "make docs        build the documentation site into build/site, strictly"
-	@echo "make docs-linkcheck  ask every address outside of the site whether it is there"
-	@echo "make bench       measure cost against float32 and dtypes by hand"
-	@echo "make bench-autocast  measure autocast against hand-written casts and jaxamp"
+	@echo "make compat      run the tests on the oldest Python and JAX, then on the newest"
+	@echo "make flags       run a sample of the tests with each flag of coming versions of JAX and Flax"
+	@echo "make mutations   break our own code, by hand and at random: do the tests notice? (ARGS=--help)"
+	@echo "make campaign    inject 20,000 faults into training, then train for a million steps with faults"
+	@echo "make release     what takes long or asks the network: the wheel in clean environments, long trainings, other projects' tests, links"
+	@echo "make bench       measure cost against float32 and dtypes by hand (SCRIPT=parity, accuracy or autocast: another script of benchmarks/)"
 	@echo "make gpu-hlo     what an H200 would run, compiled without one: kernels, bytes and temporaries, by hand and under a policy"
 	@echo "make tpu-hlo     what a TPU would run, compiled without one: bytes, temporaries, what travels between chips"
-	@echo "make parity      train five models from many seeds: is low precision as good as float32?"
-	@echo "make accuracy    measure gradients against float64: under a policy, and with dtypes by hand"
-	@echo "make figures     draw the figures of the pages again (ARGS=--measure: from new measurements)"
 	@echo "make trainers    run real trainers for a few steps, in float32, their own bfloat16 and under policies (ARGS=--help)"
-	@echo "make flax-suite  run Flax's own Linen tests under a policy"
-	@echo "make hugging-face  run the page on Hugging Face, with the last transformers that has Flax"
-	@echo "make campaign    inject 20,000 faults into training, and count those that left a trace"
-	@echo "make mutations   break our own code, by hand and at random: do the tests notice? (ARGS=--help)"
-	@echo "make soak        train for a million steps with faults, in float16 and in bfloat16"
+	@echo "make figures     draw the figures of the pages again (ARGS=--measure: from new measurements)"
 	@echo "make clean       remove .venv and caches"
 
 # Newer than pyproject.toml, or installed again: dependencies cannot go stale unnoticed.
@@ -67,13 +57,6 @@ check: export JAX_PLATFORMS ?= cpu
 check: $(STAMP)
 	$(PYTEST) -m "hypothesis or accuracy" --hypothesis-profile=full $(PYTEST_ARGS)
 	$(PYTEST) tests/check $(PYTEST_ARGS)
-
-# Long trainings gain more from XLA's optimization than it takes.
-convergence: export JAX_PLATFORMS ?= cpu
-convergence: export XLA_FLAGS ?= --xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false
-convergence: $(STAMP)
-	$(PYTEST) -m convergence $(PYTEST_ARGS)
-	$(PYTEST) -m convergence tests/check $(PYTEST_ARGS)
 
 # Each has a venv of its own, the oldest Python with the lowest versions that pyproject.toml allows. A
 # Python that is missing is an error before any test is run.
@@ -102,10 +85,6 @@ flags: $(STAMP)
 	  env $$(for flag in $$each; do echo $$flag=1; done) $(PYTEST) -q $(FLAG_TESTS) || exit 1; \
 	done
 
-# What a release runs first. Needs the Pythons that its table names, and a network.
-smoke: $(STAMP)
-	$(RUN) .ci/smoke.py $(ARGS)
-
 lint: export JAX_PLATFORMS ?= cpu
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -128,9 +107,17 @@ docs: export JAX_PLATFORMS ?= cpu
 docs: $(VENV)/.docs
 	$(SPHINX) -W --keep-going -b html . build/site
 
-# An address that this machine cannot reach is an error too: it is reported, not hidden.
-docs-linkcheck: export JAX_PLATFORMS ?= cpu
-docs-linkcheck: $(VENV)/.docs
+# What a release runs first: needs the Pythons that the table of .ci/smoke.py names, a network, and
+# hours. Long trainings gain more from XLA's optimization than it takes. An address that this machine
+# cannot reach is an error too: it is reported, not hidden. transformers 5 has no Flax.
+release: export JAX_PLATFORMS ?= cpu
+release: $(VENV)/.docs
+	$(RUN) .ci/smoke.py
+	XLA_FLAGS="--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false" \
+	  $(PYTEST) -m convergence tests tests/check
+	$(RUN) tests/flax_suite/run.py
+	$(RUN) -m pip install --quiet --disable-pip-version-check transformers==4.57.6
+	$(RUN) -m pytest -q tests/check/test_docs.py -k hugging_face
 	$(SPHINX) -D nb_execution_mode=off -b linkcheck . build/linkcheck
 
 # On a machine with an NVIDIA GPU, JAX for CUDA and PyTorch have a venv each: the packages of their
@@ -139,9 +126,17 @@ docs-linkcheck: $(VENV)/.docs
 BENCH_PYTHON ?= $(if $(shell command -v nvidia-smi),$(BENCH_GPU)/bin/python,$(RUN))
 TORCH_PYTHON ?= $(if $(filter $(BENCH_GPU)/%,$(BENCH_PYTHON)),$(BENCH_TORCH)/bin/python,$(BENCH_PYTHON))
 BENCH_VENVS = $(filter $(STAMP) $(BENCH_GPU)/.installed $(BENCH_TORCH)/.installed,$(patsubst %/bin/python,%/.installed,$(BENCH_PYTHON) $(TORCH_PYTHON)))
+SCRIPT ?= run
+ifeq ($(SCRIPT),run)
 bench: export TORCH_PYTHON := $(TORCH_PYTHON)
 bench: $(sort $(BENCH_VENVS))
 	PYTHONPATH=. $(BENCH_PYTHON) benchmarks/run.py $(ARGS)
+else
+# Errors and memory are those of the CPU. Only autocast.py looks for jaxamp, here and in a venv of its own.
+bench: export JAX_PLATFORMS ?= cpu
+bench: $(STAMP) $(if $(filter autocast,$(SCRIPT)),$(JAXAMP)/.installed)
+	PYTHONPATH=.:examples $(RUN) benchmarks/$(SCRIPT).py $(if $(filter autocast,$(SCRIPT)),--jaxamp-python $(JAXAMP)/bin/python) $(ARGS)
+endif
 
 $(BENCH_GPU)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(BENCH_GPU)
@@ -154,55 +149,36 @@ $(BENCH_TORCH)/.installed: pyproject.toml
 	  then touch $@; else echo "PyTorch is not installed: it will not be measured." >&2; fi
 
 # jaxamp is given the newest JAX with which it can trace every program, beside the one that we need.
-$(JAXAMP)/.installed: Makefile
+$(JAXAMP)/.installed: $(STAMP)
 	$(PYTHON) -m venv $(JAXAMP)
 	$(JAXAMP)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  jaxamp==0.0.4 jax==0.6.2 jaxlib==0.6.2
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
 
-bench-autocast: export JAX_PLATFORMS ?= cpu
-bench-autocast: $(STAMP) $(JAXAMP)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
-	PYTHONPATH=. $(RUN) benchmarks/autocast.py --jaxamp-python $(JAXAMP)/bin/python
-
-# The compiler for CUDA, 0.5 GB, is installed beside the newest JAX that this Python gets.
-$(GPU_HLO)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(GPU_HLO)
-	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@version=$$($(GPU_HLO)/bin/python -c 'import jax; print(jax.__version__)'); \
-	$(GPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check \
+# The compilers for CUDA (0.5 GB) and for TPUs are installed beside the newest JAX that this Python gets.
+$(COMPILERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(COMPILERS)
+	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'jax[tpu]' || { \
+	  echo "make gpu-hlo and make tpu-hlo need libtpu, which pip did not get." >&2; exit 1; }
+	@version=$$($(COMPILERS)/bin/python -c 'import jax; print(jax.__version__)'); \
+	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12<13' || { \
 	  echo "make gpu-hlo needs jax-cuda12-plugin and jax-cuda12-pjrt $$version, which pip did not get." >&2; \
-	  echo "For this CPU instead: PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py --gpu none" >&2; exit 1; }
+	  echo "For this CPU instead: PYTHONPATH=. $(COMPILERS)/bin/python benchmarks/gpu_hlo.py --gpu none" >&2; exit 1; }
 	@touch $@
 
 # No GPU is looked for: the program is compiled, and never run. In tests that fail, a policy costs
 # more than dtypes by hand, loss scaling a kernel for each parameter, or float8 is not float8.
 GPU_TESTS := tests/check/test_gpu_hlo.py tests/integration/test_float8.py tests/check/test_gpu_versions.py
-gpu-hlo: export JAX_PLATFORMS = cpu
-gpu-hlo: $(GPU_HLO)/.installed
-	PYTHONPATH=. $(GPU_HLO)/bin/python benchmarks/gpu_hlo.py $(ARGS)
-	$(GPU_HLO)/bin/python -m pytest -q -n 2 -m gpu_compiler $(GPU_TESTS)
+gpu-hlo tpu-hlo: export JAX_PLATFORMS = cpu
+gpu-hlo: $(COMPILERS)/.installed
+	PYTHONPATH=. $(COMPILERS)/bin/python benchmarks/gpu_hlo.py $(ARGS)
+	$(COMPILERS)/bin/python -m pytest -q -n 2 -m gpu_compiler $(GPU_TESTS)
 
-# The compiler for TPUs comes with libtpu, which jax[tpu] names the version of.
-$(TPU_HLO)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(TPU_HLO)
-	$(TPU_HLO)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'jax[tpu]' || { \
-	  echo "make tpu-hlo needs libtpu, which pip did not get." >&2; exit 1; }
-	@touch $@
-
-tpu-hlo: export JAX_PLATFORMS = cpu
-tpu-hlo: $(TPU_HLO)/.installed
-	PYTHONPATH=. $(TPU_HLO)/bin/python benchmarks/tpu_hlo.py $(ARGS)
-	$(TPU_HLO)/bin/python -m pytest -q tests/check/test_tpu_hlo.py
-
-parity: export JAX_PLATFORMS ?= cpu
-parity: $(STAMP)
-	PYTHONPATH=.:examples $(RUN) benchmarks/parity.py
-
-accuracy: export JAX_PLATFORMS ?= cpu
-accuracy: $(STAMP)
-	PYTHONPATH=. $(RUN) benchmarks/accuracy.py $(ARGS)
+tpu-hlo: $(COMPILERS)/.installed
+	PYTHONPATH=. $(COMPILERS)/bin/python benchmarks/tpu_hlo.py $(ARGS)
+	$(COMPILERS)/bin/python -m pytest -q tests/check/test_tpu_hlo.py
 
 figures: export JAX_PLATFORMS ?= cpu
 figures: $(STAMP)
@@ -214,20 +190,6 @@ trainers: $(STAMP)
 	@python=$$(.ci/find-python 3.12) && \
 	  PYTHONPATH=.:benchmarks $(RUN) benchmarks/trainers/__main__.py --python $$python $(ARGS)
 
-flax-suite: $(STAMP)
-	$(RUN) tests/flax_suite/run.py
-
-# transformers 5 has no Flax.
-$(HUGGING_FACE)/.installed: pyproject.toml Makefile
-	$(PYTHON) -m venv $(HUGGING_FACE)
-	$(HUGGING_FACE)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' \
-	  transformers==4.57.6
-	@touch $@
-
-hugging-face: export JAX_PLATFORMS ?= cpu
-hugging-face: $(HUGGING_FACE)/.installed
-	$(HUGGING_FACE)/bin/python -m pytest -q tests/check/test_docs.py -k hugging_face
-
 mutations: export JAX_PLATFORMS ?= cpu
 mutations: $(STAMP)
 	$(RUN) -m tests.mutations.run
@@ -236,11 +198,8 @@ mutations: $(STAMP)
 campaign: export JAX_PLATFORMS ?= cpu
 campaign: $(STAMP)
 	$(RUN) -m tests.campaign.run
-
-soak: export JAX_PLATFORMS ?= cpu
-soak: $(STAMP)
 	$(RUN) -m tests.soak
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(GPU_HLO) $(TPU_HLO) $(BENCH_GPU) $(BENCH_TORCH) $(HUGGING_FACE) build dist .cache .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(JAXAMP) $(COMPILERS) $(BENCH_GPU) $(BENCH_TORCH) build dist .cache .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Installs what would be released into clean environments, and uses it there: `make smoke`.
+"""Installs what would be released into clean environments, and uses it there: `make release`.
 
 A wheel and an sdist are built. Each row of `TARGETS` gets an environment of its own outside of the
 checkout, and runs from an empty folder. The last lines are one table; the exit status is 1 if

@@ -16,8 +16,8 @@ import aot
 import gpu_hlo
 import jax
 import measure
-import run
 import tpu_hlo
+import training_steps
 from models import SIZES
 from rich.console import Console
 from rich.progress import track
@@ -45,11 +45,11 @@ def compiled(half: str, precision: str | None, chip: str) -> dict[str, Any]:
   policy = mpjax.Policy(
     param_dtype="float32", compute_dtype=half, output_dtype="float32", precision=precision
   )
-  loss = functools.partial(run.loss_fn, mpjax.with_policy(case.make(), policy).apply)
+  loss = functools.partial(training_steps.loss_fn, mpjax.with_policy(case.make(), policy).apply)
   device, options = device_of(chip)
   try:
     figures, _ = aot.compiled_step(
-      functools.partial(run.step_of, loss), aot.arguments_of(case, device), options
+      functools.partial(training_steps.step_of, loss), aot.arguments_of(case, device), options
     )
   except jax.errors.JaxRuntimeError as error:
     return {"error": str(error).partition("\n")[0]}

@@ -1,6 +1,6 @@
 """How far gradients are from float64: under a policy, and with dtypes written by hand.
 
-  make accuracy
+  make bench SCRIPT=accuracy
   PYTHONPATH=. python benchmarks/accuracy.py --only "Linen MLP" "NNX LSTM" --seeds 8
 
 The models are those of `accuracy_models.py`. All versions of a model get the same float32

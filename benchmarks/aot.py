@@ -15,7 +15,7 @@ import gpu_steps
 import hlo
 import jax
 import jax.numpy as jnp
-import run
+import training_steps
 from jax.sharding import SingleDeviceSharding
 from models import Case
 
@@ -30,9 +30,10 @@ FLOAT32_LOGITS = "by hand, float32 logits"
 
 
 def losses(case: Case, half: str) -> dict[str, Callable[..., Any]]:
-  """Returns the loss of `run.loss_fn` in every one of `VERSIONS`, and as `FLOAT32_LOGITS`."""
+  """Returns the loss of the training steps in every one of `VERSIONS`, and as `FLOAT32_LOGITS`."""
   float32, low, policy = (
-    functools.partial(run.loss_fn, apply) for apply in run.variants(case, half).values()
+    functools.partial(training_steps.loss_fn, apply)
+    for apply in training_steps.variants(case, half).values()
   )
   exact, logits = (
     by_hand.intercepted(low, how, case.classes) for how in (by_hand.exact, by_hand.float32_logits)
@@ -45,7 +46,8 @@ def plain_steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], An
   """Returns the step of each of `losses`, and its state."""
   state = state_of(case)
   return {
-    name: (functools.partial(run.step_of, loss), state) for name, loss in losses(case, half).items()
+    name: (functools.partial(training_steps.step_of, loss), state)
+    for name, loss in losses(case, half).items()
   }
 
 
@@ -58,7 +60,7 @@ def state_of(case: Case) -> Any:
   """Returns shapes of the state of all `VERSIONS`."""
   variables = dict(jax.eval_shape(case.make().init, jax.random.key(0), case.inputs))
   params = variables.pop("params")
-  return params, variables, jax.eval_shape(run.optimizer().init, params)
+  return params, variables, jax.eval_shape(training_steps.optimizer().init, params)
 
 
 def shallower(case: Case, depth: int | None) -> Case:

@@ -1,6 +1,6 @@
 """Measure autocast: bytes for the backward pass, time of tracing, and other ways to the same.
 
-  make bench-autocast
+  make bench SCRIPT=autocast
 
 Writes all figures as JSON; `autocast_report.py` makes the tables of docs/autocast_measured.md of
 what is recorded. jaxamp is measured twice: in this environment, and by an interpreter that has the

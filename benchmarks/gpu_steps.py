@@ -1,4 +1,4 @@
-"""Training steps beyond `run.plain_step`, and what a user without mpjax writes instead; float8.
+"""Training steps beyond the plain one, and what a user without mpjax writes instead; float8.
 
 For `gpu_hlo.py`, which compiles and compares them: `BASES` says with which. All run the model under
 the same policy, or autocast where mpjax traces the loss itself, so that a difference is the step's.
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import run
+import training_steps
 from flax.training import dynamic_scale
 from models import Case
 
@@ -48,29 +48,29 @@ def micro_batches_by_hand(apply: Callable[..., Any], state: Any, *batch: Any) ->
 
   def one(carry: Any, part: Any) -> tuple[Any, Any]:
     rest, total = carry
-    loss = functools.partial(run.loss_fn, apply)
+    loss = functools.partial(training_steps.loss_fn, apply)
     (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *part)
     return (rest, jax.tree.map(jnp.add, total, grads)), value
 
   (rest, total), values = jax.lax.scan(one, (rest, jax.tree.map(jnp.zeros_like, params)), parts)
   grads = jax.tree.map(lambda g: g / MICRO_BATCHES, total)
-  updates, opt_state = run.optimizer().update(grads, opt_state, params)
+  updates, opt_state = training_steps.optimizer().update(grads, opt_state, params)
   return (optax.apply_updates(params, updates), rest, opt_state), values.mean()
 
 
 def updated(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
-  """`run.plain_step` with another optimizer."""
+  """`training_steps.plain_step` with another optimizer."""
   params, rest, opt_state = state
-  loss = functools.partial(run.loss_fn, apply)
+  loss = functools.partial(training_steps.loss_fn, apply)
   (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   return (optax.apply_updates(params, updates), rest, opt_state), value
 
 
 def masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
-  """`run.plain_step` for half parameters with masters."""
+  """`training_steps.plain_step` for half parameters with masters."""
   params, rest, opt_state = state
-  loss = functools.partial(run.loss_fn, apply)
+  loss = functools.partial(training_steps.loss_fn, apply)
   (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   params = mpjax.apply_updates(params, updates, opt_state)
@@ -78,9 +78,9 @@ def masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tupl
 
 
 def scaled_masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
-  """`run.mpjax_step` for half parameters with masters."""
+  """`training_steps.mpjax_step` for half parameters with masters."""
   params, old, opt_state = state
-  loss = functools.partial(run.loss_fn, apply)
+  loss = functools.partial(training_steps.loss_fn, apply)
   grad_fn = jax.value_and_grad(mpjax.scaled(loss, opt_state), has_aux=True)
   (value, new), grads = grad_fn(mpjax.convert(params, "float32"), old, *batch)
   updates, opt_state = tx.update(grads, opt_state, params)
@@ -92,10 +92,10 @@ def scaled_masters(tx: Any, apply: Callable[..., Any], state: Any, *batch: Any) 
 def masters_by_hand(apply: Callable[..., Any], state: Any, *batch: Any) -> tuple[Any, Any]:
   """A step with float32 masters of half parameters, kept beside the state of the optimizer."""
   params, rest, (masters, opt_state) = state
-  loss = functools.partial(run.loss_fn, apply)
+  loss = functools.partial(training_steps.loss_fn, apply)
   (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, *batch)
   grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-  updates, opt_state = run.optimizer().update(grads, opt_state, masters)
+  updates, opt_state = training_steps.optimizer().update(grads, opt_state, masters)
   masters = optax.apply_updates(masters, updates)
   params = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
   return (params, rest, (masters, opt_state)), value
@@ -106,7 +106,7 @@ def train_step(apply: Callable[..., Any], tx: Any, **options: Any) -> Callable[.
 
   def loss_fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
     del rng
-    loss, model_state = run.loss_fn(apply, params, model_state, *batch)
+    loss, model_state = training_steps.loss_fn(apply, params, model_state, *batch)
     return loss, (model_state, {})
 
   step = mpjax.make_train_step(loss_fn, tx, donate=False, **options)
@@ -122,7 +122,7 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
   params = variables.pop("params")
   low = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, half), params)
   static, dynamic = mpjax.StaticLossScale(2.0**15), mpjax.DynamicLossScale()
-  adamw, mastered = run.optimizer(), mpjax.master_weights(run.optimizer())
+  adamw, mastered = training_steps.optimizer(), mpjax.master_weights(training_steps.optimizer())
 
   def state(tx: Any, params: Any = params) -> Any:
     return params, variables, jax.eval_shape(tx.init, params)
@@ -141,10 +141,10 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
   scaled = mpjax.loss_scaling(adamw, dynamic)
   by_hand = (low, variables, (params, jax.eval_shape(adamw.init, params)))
   found = (
-    with_tx(run.mpjax_step, mpjax.loss_scaling(adamw, static)),
-    with_tx(run.mpjax_step, scaled),
+    with_tx(training_steps.mpjax_step, mpjax.loss_scaling(adamw, static)),
+    with_tx(training_steps.mpjax_step, scaled),
     (
-      functools.partial(run.flax_step, apply),
+      functools.partial(training_steps.flax_step, apply),
       (state(adamw), jax.eval_shape(dynamic_scale.DynamicScale)),
     ),
     stepped(unscaled),
@@ -156,7 +156,7 @@ def steps(case: Case, half: str) -> dict[str, tuple[Callable[..., Any], Any]]:
     (functools.partial(masters_by_hand, apply), by_hand),
     with_tx(masters, mastered, low),
     with_tx(scaled_masters, mpjax.loss_scaling(mastered, dynamic), low),
-    with_tx(updated, mpjax.master_weights(run.optimizer(), storage="split"), low),
-    (functools.partial(run.plain_step, float8), state(adamw)),
+    with_tx(updated, mpjax.master_weights(training_steps.optimizer(), storage="split"), low),
+    (functools.partial(training_steps.plain_step, float8), state(adamw)),
   )
   return dict(zip(BASES, found, strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 import by_hand
 import jax
 import jax.numpy as jnp
-import run
+import training_steps
 from flax.training import dynamic_scale
 from flax.traverse_util import flatten_dict, unflatten_dict
 from models import SIZES, Case, fused_attention
@@ -94,19 +94,19 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
   by_float8 = mpjax.with_policy(plain, dataclasses.replace(policy, matmul=mpjax.Float8())).apply
   float32 = model("xla").apply
   low = model(attention, jnp.dtype(half).type).apply
-  traced = functools.partial(run.loss_fn, model(attention, cast_to=half).apply)
-  autocast = functools.partial(run.step_of, mpjax.autocast(traced, half))
+  traced = functools.partial(training_steps.loss_fn, model(attention, cast_to=half).apply)
+  autocast = functools.partial(training_steps.step_of, mpjax.autocast(traced, half))
 
   def begin(params: Any, rest: Any) -> Any:
-    return params, rest, run.optimizer().init(params)
+    return params, rest, training_steps.optimizer().init(params)
 
   def unscaled(apply: Any, precision: str | None = None) -> Version:
-    step = functools.partial(run.plain_step, apply)
+    step = functools.partial(training_steps.plain_step, apply)
     return Version(step=step, begin=begin, precision=precision)
 
   def scaled(scale: Any) -> Version:
-    tx = mpjax.loss_scaling(run.optimizer(), scale)
-    step = functools.partial(run.mpjax_step, tx, by_policy)
+    tx = mpjax.loss_scaling(training_steps.optimizer(), scale)
+    step = functools.partial(training_steps.mpjax_step, tx, by_policy)
     return Version(step=step, begin=lambda params, rest: (params, rest, tx.init(params)))
 
   def with_flax_scale(params: Any, rest: Any) -> Any:
@@ -123,7 +123,7 @@ def versions(case: Case, half: str, attention: str = "xla") -> dict[str, Version
     Version(step=autocast, begin=begin),
     scaled(mpjax.StaticLossScale(SCALE)),
     scaled(mpjax.DynamicLossScale(init_scale=SCALE)),
-    Version(step=functools.partial(run.flax_step, by_policy), begin=with_flax_scale),
+    Version(step=functools.partial(training_steps.flax_step, by_policy), begin=with_flax_scale),
     unscaled(by_float8),
   )
   return dict(zip(NAMES, found, strict=True))

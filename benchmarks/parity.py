@@ -1,6 +1,6 @@
 """Train five models from several seeds in float32 and in less: do they end up in the same place?
 
-  make parity
+  make bench SCRIPT=parity
   PYTHONPATH=.:examples python benchmarks/parity.py --only LSTM --seeds 2
 
 A seed stands for first parameters, batches and dropout, the same ones under every policy. The means

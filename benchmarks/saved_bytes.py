@@ -1,6 +1,6 @@
 """Compare the memory for the backward pass under a policy and with dtypes set by hand.
 
-  JAX_PLATFORMS=cpu PYTHONPATH=. .venv-gpu-hlo/bin/python benchmarks/saved_bytes.py
+  JAX_PLATFORMS=cpu PYTHONPATH=. .venv-compilers/bin/python benchmarks/saved_bytes.py
   python benchmarks/saved_bytes.py --gpu none --differences Gemma scan
   python benchmarks/saved_bytes.py --show
 

@@ -96,7 +96,7 @@ class Session:
     trained = [x for x in self.model.parameters() if x.requires_grad]
     kind = self.device.type
     amp = name == "torch amp"
-    # As `run.optimizer`, but for the decay, which optax has at 1e-4 as well.
+    # As `training_steps.optimizer`, but for the decay, which optax has at 1e-4 as well.
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=1e-4, fused=True)
     scaler = torch.amp.GradScaler(kind, init_scale=SCALE, enabled=amp)
     loss_fn = self.compiled if amp else self.plain

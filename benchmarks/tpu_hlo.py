@@ -15,7 +15,7 @@ import functools
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aot
@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
-import run
-import tpu_report
+import training_steps
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,6 +44,20 @@ VERSIONS = (
   *("dynamic scale", "flax DynamicScale", "masters", "split masters", "masters, dynamic"),
   "float32 head",
 )
+GIGA = {
+  "GB accessed": "traffic_bytes",
+  "GB, XLA": "accessed_bytes",
+  "GB temporary": "temp_bytes",
+}
+
+
+def words(figures: Mapping[str, Any]) -> str:
+  """Returns the figures of one program as a line."""
+  if "error" in figures:
+    return figures["error"]
+  found = [f"{figures[key] / 1e9:.2f} {name}" for name, key in GIGA.items()]
+  travelling = (f"{n} {kind} ({b / 1e6:.0f} MB)" for kind, (n, b) in figures["collectives"].items())
+  return ", ".join([*found, f"{figures['fusions']} fusions", *travelling])
 
 
 def devices(topology: str) -> Sequence[Any]:
@@ -79,7 +92,10 @@ def steps(case: Case) -> dict[str, tuple[Callable[..., Any], Any]]:
   rules = [mpjax.Rule("float32", path=path) for path in ("Dense_0", "**/Experts_*/Dense_0")]
   if hasattr(case.make(), "vocabulary"):
     model = mpjax.linen.with_policy(case.make(), f"mixed_{HALF}", rules, unmatched="ignore")
-    found["float32 head"] = functools.partial(run.plain_step, model.apply), aot.state_of(case)
+    found["float32 head"] = (
+      functools.partial(training_steps.plain_step, model.apply),
+      aot.state_of(case),
+    )
   return found
 
 
@@ -199,7 +215,7 @@ def main(
     found = results["models"].setdefault(title, {"half": HALF, "versions": {}})
     found["versions"][name] = figures
     measure.write(file, results)
-    console.print(f"{file.stem}, {title}, {name}: {tpu_report.words(figures)}", highlight=False)
+    console.print(f"{file.stem}, {title}, {name}: {words(figures)}", highlight=False)
     if texts:
       texts.mkdir(parents=True, exist_ok=True)
       (texts / f"{file.stem}_{title}_{name}.txt".replace(" ", "_")).write_text(

@@ -11,6 +11,7 @@ from typing import Any
 
 import tables
 from measure import read
+from tpu_hlo import GIGA, VERSIONS
 
 FOLDER = pathlib.Path(__file__).parent
 RECORDED = FOLDER / "results" / "tpu_hlo"
@@ -30,11 +31,6 @@ BASES = {
   "masters, dynamic": "masters",
 }
 """What a version is compared with; if not here, with `by hand`."""
-GIGA = {
-  "GB accessed": "traffic_bytes",
-  "GB, XLA": "accessed_bytes",
-  "GB temporary": "temp_bytes",
-}
 AT_MOST = {"policy": 1.0, "dynamic scale": 1.03}
 """Bounds of ratios to two digits: those of these figures, of every model but ResNet-50."""
 
@@ -48,15 +44,6 @@ def recorded() -> dict[str, Any]:
   """Returns what is recorded, by chip, and of many chips."""
   files = sorted(RECORDED.glob("*.json"))
   return {file.stem: read(file) for file in files}
-
-
-def words(figures: Mapping[str, Any]) -> str:
-  """Returns the figures of one program as a line."""
-  if "error" in figures:
-    return figures["error"]
-  found = [f"{figures[key] / 1e9:.2f} {name}" for name, key in GIGA.items()]
-  travelling = (f"{n} {kind} ({b / 1e6:.0f} MB)" for kind, (n, b) in figures["collectives"].items())
-  return ", ".join([*found, f"{figures['fusions']} fusions", *travelling])
 
 
 def base_of(versions: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
@@ -216,8 +203,6 @@ def everything(results: Mapping[str, Any], order: Sequence[str]) -> str:
 
 if __name__ == "__main__":
   if "--show" in sys.argv:
-    from tpu_hlo import VERSIONS
-
     print(everything(recorded(), VERSIONS))
   else:
     text = updated(PAGE.read_text(encoding="utf-8"), recorded())

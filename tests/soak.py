@@ -1,6 +1,6 @@
 """Trains for a million steps with faults in one step of a hundred, and checks every invariant.
 
-make soak
+make campaign                            # after the campaign of faults
 python -m tests.soak --updates 20000
 
 A small network with batch statistics and dropout runs under

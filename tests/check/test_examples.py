@@ -1,6 +1,6 @@
 """Every example runs, small, and shows what its docstring says.
 
-A training runs once, and all is asserted of that run. `make convergence` trains until the examples
+A training runs once, and all is asserted of that run. `make release` trains until the examples
 have learned, and asserts how much beside the rest.
 """
 

@@ -117,7 +117,8 @@ def test_exact_by_hand_sums_the_gradients_of_biases_in_float32(gpu_hlo, model, l
   args = gpu_hlo.aot.arguments_of(case, jax.devices()[0])
   in_half = {}
   for name in ("by hand", "by hand, exact"):
-    step = functools.partial(gpu_hlo.aot.run.step_of, gpu_hlo.aot.losses(case, "bfloat16")[name])
+    loss = gpu_hlo.aot.losses(case, "bfloat16")[name]
+    step = functools.partial(gpu_hlo.aot.training_steps.step_of, loss)
     found = [eqn for eqn, _ in programs.equations(jax.make_jaxpr(step)(*args))]
     sums = [eqn.invars[0].aval.dtype for eqn in found if eqn.primitive.name == "reduce_sum"]
     in_half[name] = sums.count(jnp.dtype("bfloat16"))

@@ -1,6 +1,6 @@
 """A few thousand steps of the soak, and that it notices what it is there for.
 
-`make soak` runs a million.
+`make campaign` runs a million.
 """
 
 import jax.numpy as jnp

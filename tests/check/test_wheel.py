@@ -1,6 +1,6 @@
 """The wheel holds the package and nothing else, and the sdist all that git has.
 
-`make smoke` installs them into clean environments; here nothing needs a network.
+`make release` installs them into clean environments; here nothing needs a network.
 """
 
 import os

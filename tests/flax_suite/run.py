@@ -1,6 +1,6 @@
 """Runs Flax's own Linen tests under policies, and compares with how they end without one.
 
-    make flax-suite
+    python tests/flax_suite/run.py
 
 The tests come from the source distribution of the Flax that is installed, which pip fetches. Each
 scope runs in a process of its own, two at a time (about 10 minutes on 2 cores), where this file is

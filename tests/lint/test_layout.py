@@ -110,7 +110,7 @@ def imported_modules(path: str, sources: Sources) -> Iterator[tuple[int, str]]:
   """Yields (line, module) for each module of ours that a file imports."""
   known = {module_name(p) for p in sources}
   for line, module, name in imports(sources[path]):
-    if module == "mpjax" or module.startswith(("mpjax.", ".")):
+    if module in known or module == "mpjax" or module.startswith(("mpjax.", ".")):
       full = f"{module}.{name}"
       yield line, full if full in known else module
 
@@ -297,6 +297,7 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
       "mpjax/linen/_x.py": "from mpjax.linen._y import f",
       "mpjax/linen/_y.py": "from mpjax.linen import _x",
     },
+    "between scripts": {"one.py": "import other", "other.py": "from one import f"},
   },
   check_frameworks: {
     "linen in nnx": {"mpjax/nnx/_x.py": "from flax import linen as nn"},
@@ -357,6 +358,11 @@ def test_house_rule(check):
 def test_check_can_fail(check, sources):
   sources = {"mpjax/_core/x.py": sources} if isinstance(sources, str) else sources
   assert len(check(sources)) == 1
+
+
+def test_benchmarks_import_each_other_in_no_circle():
+  scripts = {path.rpartition("/")[2]: text for path, text in read("benchmarks").items()}
+  assert check_no_cycles(scripts) == []
 
 
 def test_the_page_of_one_apply_names_its_functions_in_order():
