@@ -94,6 +94,11 @@ ACTIVATIONS = {
 }
 
 
+CANCELS = "squareplus"
+"""Its slope is (1 + x / sqrt(x**2 + 4)) / 2: at -1000 float32 keeps one digit of it, which one
+depends on how a CPU divides."""
+
+
 def between(fun):
   """Returns a function of the result of a matmul, whose result another matmul uses."""
   return lambda w, x: fun(x @ w) @ w
@@ -123,7 +128,8 @@ def test_an_activation_is_that_of_float32_rounded_once(half):
   for name, (found, wanted) in run(each, W, X).items():
     for one, other in zip(found, wanted, strict=True):
       assert one.dtype == jnp.float32
-      np.testing.assert_allclose(one, other, rtol=eps, atol=tiny, err_msg=name)
+      least = tiny if name != CANCELS else float(jnp.finfo(jnp.float32).eps)
+      np.testing.assert_allclose(one, other, rtol=eps, atol=least, err_msg=name)
 
 
 def test_no_more_is_saved_of_an_activation_function_than_by_hand():
