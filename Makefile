@@ -67,7 +67,7 @@ compat:
 	  set -- $$each; python=$$1; venv=$$2; \
 	  PIP_CONSTRAINT=$(CURDIR)/build/$$3.txt \
 	    $(MAKE) --no-print-directory $$venv/.installed PYTHON=$$python VENV=$$venv || exit 1; \
-	  echo "$$($$python --version), jax $$($$venv/bin/python -c 'import jax; print(jax.__version__)'):"; \
+	  $$venv/bin/python .ci/versions.py; \
 	  $(MAKE) --no-print-directory test PYTHON=$$python VENV=$$venv || exit 1; \
 	done
 

@@ -43,6 +43,7 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
   "site_coverage",
+  "site_llms",
   "site_names",
   "site_signatures",
   "sphinx_pictures",  # figures in light and dark

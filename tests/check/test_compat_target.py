@@ -55,3 +55,19 @@ def test_a_missing_interpreter_fails_the_target_before_any_test_is_run():
   assert done.returncode != 0
   assert f"No Python {NEW} runs here" in done.stderr
   assert "passed" not in done.stdout
+
+
+def test_the_table_of_tested_versions_names_the_lowest_that_are_allowed():
+  root = SCRIPT.parents[1]
+  page = (root / "docs" / "stability.md").read_text(encoding="utf-8")
+  (oldest,) = (line for line in page.splitlines() if line.startswith("| oldest |"))
+  lowest = output([sys.executable, root / ".ci" / "lowest"]).stdout.split()
+  wanted = dict(line.split("==") for line in lowest)
+  jax, flax, optax = (wanted[name] for name in ("jax", "flax", "optax"))
+  assert oldest == f"| oldest | 3.11 | {jax} | {flax} | {optax} |"
+
+
+def test_the_versions_are_printed_as_a_row_of_that_table():
+  done = output([sys.executable, SCRIPT.parent / "versions.py"])
+  names = [cell.split()[0] for cell in done.stdout.split(" | ")]
+  assert names == ["Python", "jax", "flax", "optax"]
