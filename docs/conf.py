@@ -45,6 +45,7 @@ extensions = [
   "site_coverage",
   "site_llms",
   "site_names",
+  "site_notebooks",
   "site_signatures",
   "sphinx_pictures",  # figures in light and dark
 ]
