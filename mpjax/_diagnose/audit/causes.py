@@ -15,7 +15,7 @@ class Cause(NamedTuple):
   """Why a value is float32.
 
   Fields:
-    kind: the kind of the cause, as in `Finding.kind`.
+    kind: the kind of the cause, as in `Leak.kind`.
     name: the path of an argument, the type of a constant, or the name of an operation.
     dtype: the dtype that the cause has, which may be float64.
     source: the line of the cause; None if unknown.
@@ -33,28 +33,6 @@ class Cause(NamedTuple):
   deliberate: bool = False
   anyway: bool = False
   entry: Operation | None = None
-
-
-class _Rank(NamedTuple):
-  """The order of the causes of several operands. The smallest decides, so arrays come first.
-
-  Fields:
-    is_neutral: the cause takes the dtype of the other operands.
-    is_number_alone: it is a number that met no low-precision value. In `where(mask, x16 *
-      np.float32(2), -1e9)` the second number is float32 because of the first.
-    is_deliberate: it is an operation that runs in float32 deliberately.
-    is_cast: it is a cast. A number that made a value float32 comes before a later cast to the
-      dtype of that value, such as `w.astype(x.dtype)`.
-    is_number: it is a number with a dtype, or an array of it.
-    met_nothing: it met no low-precision value.
-  """
-
-  is_neutral: bool
-  is_number_alone: bool
-  is_deliberate: bool
-  is_cast: bool
-  is_number: bool
-  met_nothing: bool
 
 
 class Causes:
@@ -77,12 +55,12 @@ class Causes:
     # Operands come before their results, so one walk in order suffices. The carry of a loop has the
     # cause of its initial value.
     for operation in graph.operations:
-      is_from_low = self._is_from_low(operation)
+      is_from_low = any(v in self._from_low for v in operation.operands)
       # A float32 result of low-precision operands still counts as computed from them.
       self._from_low.update(v for v in operation.results if is_from_low or v.is_low)
       for result in operation.results:
         if result.is_wide:
-          self._causes[result] = self._of_result(operation, result)
+          self._causes[result] = self._of_result(operation, result, is_from_low)
 
   def why(self, value: Value) -> Cause | None:
     """Returns why a value is float32; None if it is not, or is a cast of a low-precision value."""
@@ -102,8 +80,11 @@ class Causes:
       return None
     # One float32 operand is enough to widen a result. Name the operand that the user can change.
     value, cause = min(pairs, key=lambda pair: self._rank(pair[1]))
-    # The first operation where the cause meets low precision is where the dtype changes.
-    if cause.entry is None and self._meets_low(operation, value):
+    # The first operation where the cause meets low precision is where the dtype changes. In `x * x`
+    # both operands are the value itself, which meets nothing else. Loops and branches compute none.
+    others = (v for v in operation.operands if v is not value)
+    meets_low = not operation.joins and any(v in self._from_low for v in others)
+    if cause.entry is None and meets_low:
       cause = cause._replace(entry=operation)
     if cause.source is None:  # An argument or a constant has the line that uses it first.
       cause = cause._replace(source=operation.where.source)
@@ -120,79 +101,52 @@ class Causes:
     low = [v for v in operation.operands if v.is_low or v in self._cast_from]
     return any(kind != "cast" or self.why(v) is None for v in low)
 
-  def _is_from_low(self, operation: Operation) -> bool:
-    return any(v in self._from_low for v in operation.operands)
-
-  def _meets_low(self, operation: Operation, value: Value) -> bool:
-    """Whether another operand is computed from low precision; loops and branches compute none."""
-    # In `x * x` both operands are the value itself, which meets nothing else.
-    others = (v for v in operation.operands if v is not value)
-    return not operation.joins and any(v in self._from_low for v in others)
-
-  def _rank(self, cause: Cause) -> _Rank:
+  def _rank(self, cause: Cause) -> tuple[bool, ...]:
+    """Returns the order of the causes of several operands. The smallest decides."""
+    # Arrays come before numbers, whether they are numbers with a dtype or arrays of it.
     is_number = cause.kind in ("number", "filled")
-    return _Rank(
-      # Nothing gives a float64 operand another dtype.
-      is_neutral=cause.kind in self.neutral and cause.dtype != "float64",
-      is_number_alone=is_number and cause.entry is None,
-      is_deliberate=cause.deliberate,
-      is_cast=cause.kind == "cast",
-      is_number=is_number,
-      met_nothing=cause.entry is None,
-    )
+    met_nothing = cause.entry is None
+    # Neutral causes come last, but nothing gives a float64 operand another dtype.
+    is_neutral = cause.kind in self.neutral and cause.dtype != "float64"
+    # In `where(mask, x16 * np.float32(2), -1e9)` the second number is float32 because of the first.
+    is_number_alone = is_number and met_nothing
+    # A number that made a value float32 comes before a later cast to the dtype of that value, such
+    # as `w.astype(x.dtype)`.
+    is_cast = cause.kind == "cast"
+    return is_neutral, is_number_alone, cause.deliberate, is_cast, is_number, met_nothing
 
-  def _of_result(self, operation: Operation, result: Value) -> Cause | None:
+  def _of_result(self, operation: Operation, result: Value, is_from_low: bool) -> Cause | None:
     """Returns the cause of a result, and notes whether it is a cast of a low-precision value."""
+    own = own_cause(operation, result)
     if operation.casts and operation.operands[0].is_low:
-      return self._of_cast(operation, result)
+      # Later checks treat a cast value as the low-precision value that it is.
+      self._cast_from[result] = operation.operands[0]
+      call = lines_of_call(operation.eqn)
+      # The promotion in `x + table` belongs to the same call as the addition. A cast whose
+      # consumers belong to other calls is in the user's code, and a cause.
+      others = all(lines_of_call(each.eqn) != call for each in result.consumers)
+      return own._replace(kind="cast") if call and others else None
     if operation.casts and operation.operands[0].kind == "literal":
       return Cause("number", operation.operands[0].label, str(result.dtype))
-    self._note_moved_cast(operation, result)
-    cause = self.of_operands(operation)
-    if self._is_deliberate(operation, result, cause):
-      return own_cause(operation, result)._replace(deliberate=True)
-    if cause is not None:
-      return _filled(operation, result, cause) or cause
-    if result in self._cast_from:
-      return None
-    return self._of_casts_alone(operation, result)
-
-  def _of_cast(self, operation: Operation, result: Value) -> Cause | None:
-    """Returns the cause of a cast to float32; None if a call such as `x + table` wrote it."""
-    # Later checks treat a cast value as the low-precision value that it is.
-    self._cast_from[result] = operation.operands[0]
-    call = lines_of_call(operation.eqn)
-    # The promotion in `x + table` belongs to the same call as the addition. A cast whose consumers
-    # belong to other calls is in the user's code.
-    is_of_user = bool(call) and all(lines_of_call(each.eqn) != call for each in result.consumers)
-    return own_cause(operation, result)._replace(kind="cast") if is_of_user else None
-
-  def _note_moved_cast(self, operation: Operation, result: Value) -> None:
     wide = [v for v in operation.operands if v.is_wide]
     # A moved cast is still that value, for example after a broadcast.
     if operation.moves and wide and all(v in self._cast_from for v in wide):
       self._cast_from[result] = self._cast_from[wide[0]]
-
-  def _is_deliberate(self, operation: Operation, result: Value, cause: Cause | None) -> bool:
-    """Whether an operation of the float32 list is itself the cause of its result.
-
-    Without a policy it runs in the dtype of its operands: a softmax of float32 logits is float32
-    because of the logits. The mean of a cast array is a cause of its own, since the cast was meant
-    for the mean alone.
-    """
-    if operation.part != "float32" or not self._is_from_low(operation):
-      return False
-    # An elementwise function, such as `exp`, returns as many elements as the cast array. There the
-    # cast would be the cause.
-    reduces = any(result.size < v.size for v in operation.operands[:1])
-    # With a policy, `neutral` is not empty. Then the float32 list decides alone.
-    return bool(self.neutral) or cause is None or (cause.kind == "cast" and reduces)
-
-  def _of_casts_alone(self, operation: Operation, result: Value) -> Cause:
-    """Returns the cause of an operation whose float32 operands are all casts by its own call."""
-    wide = [v for v in operation.operands if v.is_wide]
+    cause = self.of_operands(operation)
+    if is_from_low and self._is_deliberate(operation, result, cause):
+      return own._replace(deliberate=True)
+    if cause is not None:
+      # `jnp.full(shape, 2, float32)` broadcasts a literal. The report names the array that the user
+      # wrote.
+      is_number_alone = cause.kind == "number" and cause.entry is None
+      if is_number_alone and operation.moves and result.aval.shape:
+        name = f"{result.dtype}[{','.join(map(str, result.aval.shape))}] of {cause.name}"
+        return Cause("filled", name, cause.dtype, operation.where.source)
+      return cause
+    if result in self._cast_from:
+      return None
+    # All float32 operands are casts by the call of the operation itself.
     dtypes = dict.fromkeys(str(self._cast_from[v].dtype) for v in wide if v in self._cast_from)
-    own = own_cause(operation, result)
     # Bfloat16 and float16 promote to float32. Neither operand is wrong by itself, so the operation
     # is the cause.
     if len(dtypes) > 1 and not self.neutral:
@@ -200,6 +154,21 @@ class Causes:
       return own._replace(kind="operation", name=name, entry=operation)
     # Such a call casts on purpose: `jnp.sum` of a bfloat16 array does.
     return own._replace(deliberate=bool(wide))
+
+  def _is_deliberate(self, operation: Operation, result: Value, cause: Cause | None) -> bool:
+    """Whether an operation on low precision is itself the cause, being of the float32 list.
+
+    Without a policy it runs in the dtype of its operands: a softmax of float32 logits is float32
+    because of the logits. The mean of a cast array is a cause of its own, since the cast was meant
+    for the mean alone.
+    """
+    if operation.part != "float32":
+      return False
+    # An elementwise function, such as `exp`, returns as many elements as the cast array. There the
+    # cast would be the cause.
+    reduces = any(result.size < v.size for v in operation.operands[:1])
+    # With a policy, `neutral` is not empty. Then the float32 list decides alone.
+    return bool(self.neutral) or cause is None or (cause.kind == "cast" and reduces)
 
 
 def own_cause(operation: Operation, value: Value) -> Cause:
@@ -211,15 +180,3 @@ def own_cause(operation: Operation, value: Value) -> Cause:
   else:
     kind = "promotion" if any(v.is_wide for v in operation.operands) else "matmul"
   return Cause(kind, operation.name, str(value.dtype), operation.where.source)
-
-
-def _filled(operation: Operation, result: Value, cause: Cause) -> Cause | None:
-  """Returns the cause of an array that is filled with a number; None for any other result."""
-  # `jnp.full(shape, 2, float32)` broadcasts a literal. The report names the array that the user
-  # wrote.
-  is_number_alone = cause.kind == "number" and cause.entry is None
-  if not is_number_alone or not operation.moves or not result.aval.shape:
-    return None
-  shape = ",".join(map(str, result.aval.shape))
-  name = f"{result.dtype}[{shape}] of {cause.name}"
-  return Cause("filled", name, cause.dtype, operation.where.source)
