@@ -5,7 +5,7 @@
 True
 """
 
-from mpjax._diagnose.audit.audit import AuditReport
+from mpjax._diagnose.audit.report import AuditReport
 from mpjax._diagnose.compare.report import CompareReport
 from mpjax._diagnose.nonfinite.report import NonfiniteReport
 from mpjax._diagnose.ranges.report import GroupRanges, RangesReport

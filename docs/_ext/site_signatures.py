@@ -199,7 +199,7 @@ def find_type(
 
 
 def hide_private_modules(app: Sphinx, tree: nodes.document) -> None:
-  """`mpjax._diagnose.audit.findings.Finding` is headed `Finding`: nobody imports it there."""
+  """`mpjax._diagnose.audit.findings.Leak` is headed `Leak`: nobody imports it there."""
   for prefix in tree.findall(addnodes.desc_addname):
     if "._" in prefix.astext():
       prefix.clear()

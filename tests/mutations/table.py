@@ -904,18 +904,18 @@ mpjax/_autocast/module_calls.py::module_call
 + state.keeps_dtypes
 tests/autocast/test_kernels.py::test_the_dtype_of_a_module_reaches_its_kernel
 
-mpjax/_diagnose/audit/not_entered.py::_largest
+mpjax/_diagnose/audit/not_entered.py::operations_of_kernels
 
 122 small statistics decide the dtype of a kernel
 - (_size_before_broadcasts(v), v.is_wide)
 + (v.is_wide, _size_before_broadcasts(v))
 ::test_the_operand_with_the_most_elements_before_broadcasts_decides
 
-mpjax/_diagnose/audit/audit.py::AuditReport.half_share
+mpjax/_diagnose/audit/report.py::AuditReport.half_share
 
 123 a kernel of unknown cost counts as nothing
-- math.nan if unknown else _share(self.flops, _LOW)
-+ _share(self.flops, _LOW)
+- not all(is_low_precision(DType(kernel.dtype)) for kernel in unknown)
++ False
 tests/diagnose/audit/test_not_entered.py::test_a_kernel_without_an_estimate_is_not_counted
 
 mpjax/_diagnose/expectations.py::Expectations._by_code

@@ -16,10 +16,9 @@ A line of another form is skipped. A loop without either number counts as one it
 import collections
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
 
-from mpjax._diagnose.audit.findings import Finding, summed
+from mpjax._diagnose.audit.findings import Collective, summed
 from mpjax._jaxpr.graph import Graph
 
 # The margin tells a computation from an instruction, which is indented.
@@ -46,68 +45,32 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", 
 _KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
 """The beginnings of HLO's dtypes, and the names of JAX for them. Others are the same in both."""
 
-_Computations: TypeAlias = dict[str, list[str]]
-"""The lines of each computation, by its name, in the order of the text."""
 
-
-class _Array(NamedTuple):
-  """The dtype of an array, as JAX calls it, and its bytes."""
-
-  dtype: str
-  nbytes: int
-
-
-class _Collective(NamedTuple):
-  """A collective: its operation, and the arrays that it returns on one device."""
-
-  operation: str
-  arrays: Sequence[_Array]
-
-
-class _Scopes(NamedTuple):
-  """The named scopes of an operation, or the parts of a parameter's name, and its module."""
-
-  names: Sequence[str]
-  path: str
-
-
-def compiled_collectives(text: str, graph: Graph) -> tuple[Finding, ...]:
+def compiled_collectives(text: str, graph: Graph) -> tuple[Collective, ...]:
   """Returns the collectives of a compiled program. Those with the most bytes come first.
 
   Args:
     text: the HLO of the program: `jax.stages.Compiled.as_text()`, or "".
     graph: the graph of the same function, which has the paths of its modules.
   """
-  computations, entries = _computations(text)
-  runs = _runs(computations, entries)
+  computations, runs = _computations(text)
   modules = _modules(graph)
+  rows: list[Collective] = []
   # XLA writes callees first. The reversed order begins at the entry, as the program does.
-  rows: list[Finding] = []
   for name, lines in reversed(computations.items()):
     for line in lines:
-      collective = _collective(line)
-      if collective is not None:
-        rows += _rows(collective, _module_of(line, modules), runs[name])
+      operation, nbytes = _collective(line)
+      # A row for each dtype, since XLA's combiner merges small collectives into one.
+      for dtype, n in nbytes.items():
+        path, times = _module_of(line, modules), runs[name]
+        rows.append(Collective(path, operation, dtype, nbytes=n * times, times=times))
   return summed(rows)
 
 
-def _rows(collective: _Collective, path: str, runs: int) -> Iterator[Finding]:
-  """Yields one row for each dtype, since a collective may combine arrays of several dtypes."""
-  # XLA's combiner merges small collectives into one with a tuple of results.
-  nbytes = collections.Counter[str]()
-  for array in collective.arrays:
-    nbytes[array.dtype] += array.nbytes
-  for dtype, n in nbytes.items():
-    yield Finding(path, collective.operation, dtype=dtype, nbytes=n * runs, times=runs)
-
-
-# Computations, and how often they run.
-
-
-def _computations(text: str) -> tuple[_Computations, Sequence[str]]:
-  """Returns the computations of a text, and the names of those where a program starts."""
-  computations: _Computations = {}
-  entries: list[str] = []
+def _computations(text: str) -> tuple[dict[str, list[str]], collections.Counter[str]]:
+  """Returns the lines of each computation, in the order of the text, and how often each runs."""
+  computations: dict[str, list[str]] = {}
+  runs = collections.Counter[str]()
   lines: list[str] = []
   for line in text.splitlines():
     head = _COMPUTATION.match(line)
@@ -117,97 +80,72 @@ def _computations(text: str) -> tuple[_Computations, Sequence[str]]:
       continue
     lines = computations.setdefault(head["computation"], [])
     # Only the entry runs without a caller.
-    if head["entry"]:
-      entries.append(head["computation"])
-  return computations, entries
-
-
-def _runs(computations: _Computations, entries: Iterable[str]) -> collections.Counter[str]:
-  """Returns how often each computation runs."""
-  runs = collections.Counter(entries)
+    runs[head["computation"]] += head["entry"] is not None
   # Callers are written after their callees, so the runs of a caller are complete.
   for name, lines in reversed(computations.items()):
     for line in lines:
-      for callee in _callees(line):
-        runs[callee] += runs[name] * _iterations(line, computations)
-  return runs
+      times, loop = runs[name], _CONDITION.search(line)
+      if loop is not None:
+        # XLA writes the trip count into the line for CPUs and GPUs. A TPU program compares a
+        # counter in the condition.
+        numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall(
+          "\n".join(computations[loop["computation"]])
+        )
+        times *= max(1, *map(int, numbers))
+      for callees in _CALLEES.findall(line):
+        for callee in _NAME.findall(callees):
+          runs[callee] += times
+  return computations, runs
 
 
-def _callees(line: str) -> Iterator[str]:
-  for names in _CALLEES.findall(line):
-    yield from _NAME.findall(names)
+def _collective(line: str) -> tuple[str, collections.Counter[str]]:
+  """Returns the name of the collective of a line, and the bytes that it returns on one device.
 
-
-def _iterations(line: str, computations: _Computations) -> int:
-  """Returns how often a line runs its callees: the iterations of a loop, and 1 for any other."""
-  loop = _CONDITION.search(line)
-  if loop is None:
-    return 1
-  # XLA writes the trip count into the line for CPUs and GPUs. A TPU program compares a counter in
-  # the condition.
-  numbers = _TRIP_COUNT.findall(line) or _INTEGER.findall(
-    "\n".join(computations[loop["computation"]])
-  )
-  return max(1, *map(int, numbers))
-
-
-# Instructions.
-
-
-def _collective(line: str) -> _Collective | None:
-  """Returns the collective of a line; None if it has none."""
+  The bytes are by the dtype as JAX calls it. There are none if a line has no collective.
+  """
+  nbytes = collections.Counter[str]()
   instruction = _INSTRUCTION.match(line)
   if instruction is None:
-    return None
+    return "", nbytes
   # XLA splits an asynchronous collective into "-start" and "-done". Count the start only.
   operation = instruction["operation"].removesuffix("-start")
   if operation not in _COLLECTIVES:
-    return None
-  arrays = [*map(_array, _ARRAY.finditer(instruction["type"]))]
+    return "", nbytes
+  arrays = [*_ARRAY.finditer(instruction["type"])]
   if operation != instruction["operation"]:
     # The type of most asynchronous collectives has operands, results and tokens, in this order.
     count = instruction["operands"].count("%")
     arrays = arrays[count : 2 * count] or arrays
-  return _Collective(operation, arrays)
+  for array in arrays:
+    kind, bits, form = array["kind"], array["bits"], array["form"]
+    dtype = _KINDS.get(kind, kind) + bits + (f"_{form}" if form else "")
+    # "<=" marks a bounded dynamic dimension. A scalar has no sizes, and its product is 1.
+    dimensions = [int(size.lstrip("<=")) for size in array["shape"].split(",") if size]
+    # A bool, "pred", has no bits in its name and takes a byte. Int4 takes half a byte.
+    nbytes[dtype] += (math.prod(dimensions) * int(bits or 8) + 7) // 8
+  return operation, nbytes
 
 
-def _array(array: re.Match[str]) -> _Array:
-  """Returns an array of a type in HLO, such as "f8e4m3fn[4,<=2]"."""
-  kind, bits, form = array["kind"], array["bits"], array["form"]
-  suffix = f"_{form}" if form else ""
-  # "<=" marks a bounded dynamic dimension. A scalar has no sizes, and its product is 1.
-  dimensions = [int(size.lstrip("<=")) for size in array["shape"].split(",") if size]
-  # A bool, "pred", has no bits in its name and takes a byte. Int4 takes half a byte.
-  total_bits = math.prod(dimensions) * int(bits or 8)
-  return _Array(_KINDS.get(kind, kind) + bits + suffix, (total_bits + 7) // 8)
-
-
-# Modules.
-
-
-def _modules(graph: Graph) -> Sequence[_Scopes]:
-  """Returns the scopes by which `_module_of` knows the modules of a graph, the longest first."""
+def _modules(graph: Graph) -> Sequence[tuple[Sequence[str], str]]:
+  """Returns the scopes or the parts of a parameter's name, and the module that they tell."""
   paths = {operation.where.path: operation.where.path for operation in graph.computing()}
   # XLA names the gathering of a parameter after the argument. Its module is the one that uses it.
   readers = [(v.label, v.consumers[0].where.path) for v in graph.arguments if v.consumers]
   # The longest name is the innermost module, so it is tried first.
-  modules = [_Scopes(name.split("/"), path) for name, path in (*paths.items(), *readers)]
-  return sorted(modules, key=lambda module: (-len(module.names), module.names))
+  modules = [(name.split("/"), path) for name, path in (*paths.items(), *readers)]
+  return sorted(modules, key=lambda module: (-len(module[0]), module[0]))
 
 
-def _module_of(line: str, modules: Iterable[_Scopes]) -> str:
+def _module_of(line: str, modules: Sequence[tuple[Sequence[str], str]]) -> str:
   """Returns the module of an instruction, as far as its `op_name` tells; "" if it does not.
 
   It is the longest path whose names all occur in the `op_name`, in their order: JAX writes
   transformations, loops and calls between them.
   """
   op_name = _OP_NAME.search(line)
-  scopes = [] if op_name is None else _SCOPE.findall(op_name[1])
-  return next((module.path for module in modules if _in_order(module.names, scopes)), "")
-
-
-def _in_order(names: Iterable[str], scopes: Iterable[str]) -> bool:
-  """Whether names are among scopes, in their order."""
-  # Each `in` consumes the iterator up to its match, so later names are searched behind it.
-  left = iter(scopes)
-  return all(name in left for name in names)
+  for names, path in modules:
+    # Each `in` consumes the iterator up to its match, so later names are searched behind it.
+    left = iter(() if op_name is None else _SCOPE.findall(op_name[1]))
+    if all(name in left for name in names):
+      return path
+  return ""

@@ -5,8 +5,8 @@ numbers that were cast before the function was traced.
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import DType
-from mpjax._diagnose.audit.findings import Finding, summed
+from mpjax._diagnose.audit.findings import Lossy, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value
 
 _LONG_SUM = 64
@@ -24,14 +24,11 @@ _MOST_ELEMENTS = 1 << 22
 """The most elements of a constant whose numbers are read."""
 
 
-class _Loss(NamedTuple):
-  """A loss of precision: the dtype in which it happens, and a text for the report."""
-
-  dtype: DType | None
-  reason: str
+_Loss: TypeAlias = tuple[DType | None, str]
+"""A loss of precision: the dtype in which it happens, and a text for the report."""
 
 
-def find_lossy(graph: Graph) -> tuple[Finding, ...]:
+def find_lossy(graph: Graph) -> tuple[Lossy, ...]:
   """Returns the operations in low precision that would be safer in float32.
 
   >>> import jax, jax.numpy as jnp
@@ -40,30 +37,23 @@ def find_lossy(graph: Graph) -> tuple[Finding, ...]:
   >>> [row.reason for row in find_lossy(graph)]
   ['less exact than in float32']
   """
-  return summed(
-    Finding(
-      operation.where.path,
-      operation.name,
-      operation.where.direction,
-      str(loss.dtype),
-      operation.where.source,
-      loss.reason,
-    )
-    for operation in graph.computing()
+  rows: list[Lossy] = []
+  for operation in graph.computing():
     # A print or a callback has no result whose dtype could round.
-    if operation.results
-    for loss in _losses(operation)
-  )
-
-
-def _losses(operation: Operation) -> Iterator[_Loss]:
-  yield from _of_integers(operation)
-  yield from _of_known_numbers(operation)
-  yield from _of_the_float32_list(operation)
-  for operand in operation.operands:
-    # JAX writes the rounded number into the jaxpr, so the original number is unknown.
-    if operand.kind == "literal" and operand.is_low:
-      yield from _of_a_literal(operation, operand)
+    if not operation.results:
+      continue
+    losses = [
+      *_of_integers(operation),
+      *_of_known_numbers(operation),
+      *_of_the_float32_list(operation),
+      *_of_literals(operation),
+    ]
+    where = operation.where
+    rows += [
+      Lossy(where.path, operation.name, where.direction, str(dtype), where.source, reason)
+      for dtype, reason in losses
+    ]
+  return summed(rows)
 
 
 # Integers.
@@ -77,7 +67,7 @@ def _of_integers(operation: Operation) -> Iterator[_Loss]:
     most = _largest_integer(result)
     length = result.aval.shape[operation.eqn.params["dimension"]]
     if length > most + 1:
-      yield _Loss(result.dtype, f"integers above {most} are rounded")
+      yield result.dtype, f"integers above {most} are rounded"
   if not operation.casts:
     return
   operand = operation.operands[0]
@@ -87,16 +77,16 @@ def _of_integers(operation: Operation) -> Iterator[_Loss]:
   # Rounding to an integer type shows that whole numbers are meant, such as positions.
   if operand.is_low and _is_integer(result):
     text = f"integers above {_largest_integer(operand)} were rounded before this cast"
-    yield _Loss(operand.dtype, text)
+    yield operand.dtype, text
   elif result.is_low and _is_integer(operand):
-    yield _Loss(result.dtype, f"integers above {_largest_integer(result)} are rounded")
+    yield result.dtype, f"integers above {_largest_integer(result)} are rounded"
 
 
 def _is_known_and_exact(operand: Value, result: Value) -> bool:
   """Whether a cast is of numbers in the code, such as the 0 of `jnp.pad`, and rounds none."""
-  sources = list(_unmoved(operand))
+  ends = _ends(operand, lambda _, made_by: made_by.moves)
   # The numbers of an array that the function closes over may be others in the next call.
-  numbers = [None if v.aval.shape else _largest_number(v) for v in sources]
+  numbers = [None if v.aval.shape else _largest_number(v) for v in ends]
   # JAX writes the rounded number into the jaxpr. Up to the largest integer, none was rounded.
   if operand.is_low:
     most = _largest_integer(operand)
@@ -105,8 +95,13 @@ def _is_known_and_exact(operand: Value, result: Value) -> bool:
     return all(n is not None and float(n.astype(result.dtype)) == n for n in numbers)
 
 
-def _unmoved(value: Value) -> Iterator[Value]:
-  """Yields the values whose elements a value has, before moves."""
+def _ends(value: Value, passes: Callable[[Value, Operation], bool]) -> Iterator[Value]:
+  """Yields the values that become a value by operations that `passes` names.
+
+  Args:
+    value: the value.
+    passes: returns whether to go on from a value to the operands of its operation.
+  """
   seen = set[Value]()
   pending = [value]
   while pending:
@@ -115,7 +110,7 @@ def _unmoved(value: Value) -> Iterator[Value]:
     if each in seen:
       continue
     seen.add(each)
-    if each.made_by is not None and each.made_by.moves:
+    if each.made_by is not None and passes(each, each.made_by):
       pending += each.made_by.operands
     else:
       yield each
@@ -141,29 +136,18 @@ def _of_known_numbers(operation: Operation) -> Iterator[_Loss]:
   result = operation.results[0]
   if not (operation.casts and result.is_low and operation.operands[0].is_wide):
     return
-  for source in _sources(operation.operands[0]):
-    # One number of an array is enough evidence, and one row per cast is enough text.
-    text = _lost(source, result.dtype)
-    if text:
-      yield _Loss(result.dtype, text)
-      return
 
-
-def _sources(value: Value) -> Iterator[Value]:
-  """Yields a value, and the values that become it by moves and casts to float32."""
-  seen = set[Value]()
-  pending = [value]
-  while pending:
-    each = pending.pop()
-    # A loop leads back to its carry.
-    if each in seen or not each.is_floating:
-      continue
-    seen.add(each)
-    yield each
-    made_by = each.made_by
+  def passes(value: Value, made_by: Operation) -> bool:
     # JAX casts a weakly typed number before it fills an array with it.
-    if made_by is not None and (made_by.facts.moves or (made_by.casts and each.is_wide)):
-      pending += made_by.operands
+    is_number = made_by.casts and value.is_wide
+    return value.is_floating and (made_by.facts.moves or is_number)
+
+  for source in _ends(operation.operands[0], passes):
+    # One number of an array is enough evidence, and one row per cast is enough text.
+    text = _lost(source, result.dtype) if source.is_floating else ""
+    if text:
+      yield result.dtype, text
+      return
 
 
 def _lost(value: Value, dtype: DType | None) -> str:
@@ -206,22 +190,26 @@ def _of_the_float32_list(operation: Operation) -> Iterator[_Loss]:
   # The ratio of the sizes is the number of terms of each sum.
   terms = low.size // max(result.size, 1)
   if low.aval.shape == result.aval.shape:
-    yield _Loss(low.dtype, "less exact than in float32")
+    yield low.dtype, "less exact than in float32"
   elif terms >= _LONG_SUM:  # A jaxpr states no accumulator of a sum but the dtype of its result.
-    yield _Loss(low.dtype, f"{terms:,} terms are added in low precision")
+    yield low.dtype, f"{terms:,} terms are added in low precision"
 
 
 # Numbers that were cast before the function was traced.
 
 
-def _of_a_literal(operation: Operation, literal: Value) -> Iterator[_Loss]:
-  """Yields the loss of a number that may have become inf or 0 when it was cast."""
-  number = float(literal.label)
-  if math.isinf(number) and not _may_be_infinite(operation, number):
-    yield _Loss(literal.dtype, "a number became inf in low precision")
-  # Adding 0 is useless, so the code must have named a small epsilon that became 0.
-  if number == 0 and (_is_added_epsilon(operation, literal) or _bounds_a_divisor(operation)):
-    yield _Loss(literal.dtype, "a number may have become 0 in low precision")
+def _of_literals(operation: Operation) -> Iterator[_Loss]:
+  """Yields the losses of numbers that may have become inf or 0 when they were cast."""
+  for literal in operation.operands:
+    # JAX writes the rounded number into the jaxpr, so the original number is unknown.
+    if literal.kind != "literal" or not literal.is_low:
+      continue
+    number = float(literal.label)
+    if math.isinf(number) and not _may_be_infinite(operation, number):
+      yield literal.dtype, "a number became inf in low precision"
+    # Adding 0 is useless, so the code must have named a small epsilon that became 0.
+    if number == 0 and (_is_added_epsilon(operation, literal) or _bounds_a_divisor(operation)):
+      yield literal.dtype, "a number may have become 0 in low precision"
 
 
 def _may_be_infinite(operation: Operation, number: float) -> bool:

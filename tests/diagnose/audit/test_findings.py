@@ -1,33 +1,63 @@
 """Rows of an audit that are alike are added up."""
 
-from mpjax._diagnose.audit.findings import Finding, summed, summed_over_layers
-
-ROWS = (
-  Finding("head", "dot_general", flops=1, times=1),
-  Finding("block_0", "dot_general", reason="of tables/0", params=("a", "b"), flops=2, times=1),
-  Finding("block_1", "dot_general", reason="of tables/1", params=("b", "a"), flops=4, times=1),
-  Finding("block_1", "dot_general", reason="of tables/1", params=("b", "a"), flops=8, times=1),
+from mpjax._diagnose.audit.findings import (
+  Format,
+  Leak,
+  Module,
+  OnPurpose,
+  Primitive,
+  summed,
+  summed_over_layers,
 )
+
+HEAD = OnPurpose("head", "a rule", flops=1)
+BLOCKS = [
+  OnPurpose(f"block_{i}", f"mpjax.Rule(None, path='block_{i}')", flops=flops)
+  for i, flops in ((0, 2), (1, 4), (1, 8))
+]
 
 
 def test_rows_that_differ_in_their_counts_are_one_row_and_the_largest_comes_first():
-  head, first, second, _ = ROWS
-  assert summed(ROWS) == (second._replace(flops=12, times=2), first, head)
+  first, second, _ = BLOCKS
+  assert summed([HEAD, *BLOCKS]) == (second._replace(flops=12), first, HEAD)
+
+
+def test_rows_without_flops_are_ordered_by_their_bytes_and_then_by_their_runs():
+  tanh, add, sub = (
+    Primitive(name, "float32", 4, n) for n, name in enumerate(("tanh", "add", "sub"))
+  )
+  assert summed([tanh, add, sub, tanh]) == (tanh._replace(nbytes=8), sub, add)
 
 
 def test_rows_of_several_layers_are_one_row_with_their_number():
-  block, head = summed_over_layers(ROWS)
-  assert (block.path, block.reason) == ("block_* (2)", "of tables/*")
-  assert (block.flops, block.times) == (14, 3)
-  assert head == ROWS[0]
+  block, head = summed_over_layers([HEAD, *BLOCKS])
+  assert block == OnPurpose("block_* (2)", "mpjax.Rule(None, path='block_*')", flops=14)
+  assert head == HEAD
 
 
-def test_layers_with_other_dtypes_or_operations_are_rows_of_their_own():
-  others = (Finding("block_2", "dot_general", params=("a",)), Finding("block_3", "exp"))
-  paths = [row.path for row in summed_over_layers((*ROWS, *others))]
-  assert paths == ["block_* (2)", "head", "block_2", "block_3"]
+def test_layers_whose_dtypes_differ_in_their_order_are_one_row():
+  rows = [
+    Module(f"block_{i}", "float32", "", dtypes, (), (), flops=1)
+    for i, dtypes in enumerate([("a", "b"), ("b", "a"), ("a",)])
+  ]
+  merged = rows[0]._replace(path="block_* (2)", flops=2)
+  assert summed_over_layers(rows) == (merged, rows[2])
+
+
+def test_leaks_of_layers_whose_parameters_are_the_causes_are_one_row():
+  leaks = [
+    Leak(f"block_{i}", "add", "forward", "", None, "", "parameter", f"tables/{i}", "", 0, 8, 1)
+    for i in range(2)
+  ]
+  (row,) = summed_over_layers(leaks)
+  assert (row.path, row.nbytes, row.times) == ("block_* (2)", 16, 2)
+
+
+def test_layers_with_other_formats_are_rows_of_their_own():
+  rows = [Format("block_0", "float8", "", 1), Format("block_1", "int8", "", 1)]
+  assert summed_over_layers(rows) == (*rows,)
 
 
 def test_a_row_of_the_root_is_called_root():
-  (row,) = summed_over_layers([Finding("")])
+  (row,) = summed_over_layers([OnPurpose("", "", 1)])
   assert row.path == "(root)"

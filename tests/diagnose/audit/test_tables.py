@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._diagnose.audit.findings import Finding
+from mpjax._diagnose.audit.findings import Format
 from mpjax._diagnose.matmul_formats import flops_by_format
 from mpjax._jaxpr.graph import Graph
 
@@ -115,7 +115,7 @@ def test_each_module_is_listed_with_its_reason():
     "embed": "it is an embedding",
   }
   assert {path: x.reason for path, x in found.items()} == wanted
-  assert found["narrow"] == Finding("Model/narrow", dtype="float8", flops=3 * 2 * 32 * 16 * 32)
+  assert found["narrow"] == Format("Model/narrow", "float8", "", flops=3 * 2 * 32 * 16 * 32)
   audit = audited(rules=(HEAD,))
   assert f"{100 * audit.format_share:.1f} % of the matmuls' FLOPs in float8" in str(audit)
   assert "it is an embedding" in str(audit)
