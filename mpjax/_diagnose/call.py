@@ -1,32 +1,22 @@
-"""The arguments of a call: the traced leaves, their names, and the modules that they name.
-
-Flax NNX and plain functions have no named scopes. There the parameters that an operation takes name
-its module: a matmul with `params["mlp"]["up"]` is in "mlp/up", and an operation on the results of
-"mlp/up" and "mlp/gate" is in "mlp".
-"""
+"""The call of a function: its traced leaves and their names, its jaxpr, its compiled program."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.boundary import Boundary, jax_order
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.leaves import Path, leaf_paths
 from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
-from mpjax._diagnose.paths import shared_names
-from mpjax._jaxpr.compat import with_equations, within_scopes
-from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
-from mpjax._jaxpr.locations import Source
-from mpjax._jaxpr.reader import inner_jaxprs, opened, with_inner
-from mpjax._jaxpr.steps import Key, body_of
+from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import AUDIT, AuditRecord
 
 
@@ -107,16 +97,25 @@ class Call:
     variables = jax.tree.leaves(call, is_leaf=is_nnx_variable)
     nodes = [node for node in variables for _ in jax.tree.leaves(node)]
     paths = leaf_paths(call)
-    first = _path_of_first(paths)
+    # The first argument, or the `params` in it: Linen variables hold other collections, such as
+    # `batch_stats`, beside the parameters. A path begins with "0" for `args`.
+    first = ("0", "0")
+    if any(path[:3] == (*first, "params") for path in paths):
+      first = (*first, "params")
     arguments = dict[int, Argument]()
     for i, x, path, node in zip(self._order, jax.tree.leaves(call), paths, nodes, strict=True):
       kind, argument, *keys = path
-      parts = [names[int(argument)] if kind == _ARGS else argument, *keys]
+      parts = [names[int(argument)] if kind == "0" else argument, *keys]
       # A loss scale may sit in the first argument, for example in a train state. It is no
       # parameter.
       is_scale = any(x is scale for scale in scales)
       is_first = path[: len(first)] == first and not is_scale
-      is_parameter = _is_in_parameters(parts) or _is_param(node)
+      # Only the names of trees around a leaf count, not its own name. An argument that is one array
+      # has no other name.
+      around = {*(parts[:-1] if len(parts) > 1 else parts)}
+      # The class is known by its name, or that of a base, without importing Flax.
+      is_param = any(base.__name__ == "Param" for base in type(node).__mro__)
+      is_parameter = is_param or not around.isdisjoint(("params", "parameters", "weights"))
       # A shared leaf has several paths. The first one names it.
       arguments.setdefault(i, Argument("/".join(parts), tuple(keys), is_first, is_parameter))
     return [arguments[i] for i in self.positions]
@@ -141,7 +140,9 @@ class Call:
       args, kwargs = call = self.with_arrays(arrays)
       before = jax.tree.leaves(call)
       returned = fn(*args, **kwargs)
-      self.returned = _without_arrays(returned)
+      leaves, structure = jax.tree.flatten(returned)
+      leaves = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
+      self.returned = Returned(type(returned), structure, leaves)
       results = [(path, x) for path, x in _leaves_by_path(returned) if isinstance(x, jax.Array)]
       self.written.clear()
       # NNX replaces the array of a variable, so a written leaf is another object.
@@ -194,37 +195,6 @@ class Call:
 def has_backward_pass(program: ClosedJaxpr) -> bool:
   """Whether a program computes a gradient."""
   return any(step.location.direction == "backward" for step in body_of(program).every_step())
-
-
-_ARGS = "0"
-"""The first key of the path of a positional argument in `(args, kwargs)`."""
-
-
-def _path_of_first(paths: Sequence[Path]) -> Path:
-  """Returns the path of the first argument, or of the `params` in it."""
-  first = (_ARGS, "0")
-  params = (*first, "params")
-  # Linen variables hold other collections, such as `batch_stats`, beside the parameters.
-  return params if any(path[:3] == params for path in paths) else first
-
-
-def _is_in_parameters(parts: Sequence[str]) -> bool:
-  """Whether a leaf is in a tree with a name such as "params", or is an array with such a name."""
-  # Only the names of trees around a leaf count, not its own name. An argument that is one array has
-  # no other name.
-  around = parts[:-1] if len(parts) > 1 else parts
-  return not {"params", "parameters", "weights"}.isdisjoint(around)
-
-
-def _is_param(node: Leaf) -> bool:
-  """Whether a leaf is an `nnx.Param`, or of a subclass, without importing Flax."""
-  return any(base.__name__ == "Param" for base in type(node).__mro__)
-
-
-def _without_arrays(returned: PyTree) -> Returned:
-  leaves, structure = jax.tree.flatten(returned)
-  classes = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
-  return Returned(type(returned), structure, classes)
 
 
 def _leaves_by_path(tree: PyTree) -> Iterator[tuple[Path, Leaf]]:
@@ -283,208 +253,20 @@ def _method_of_model(fn: Function) -> tuple[Function, Args]:
   return fn, ()
 
 
-Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Argument], Sequence[Array]], Sequence[Array]]
-"""Returns the results of a program for some arrays, given a description of its arguments."""
-
-
-def as_written(
-  program: ClosedJaxpr, arguments: Sequence[Argument], arrays: Sequence[Array]
-) -> Sequence[Array]:
-  """Returns the results of a program."""
-  return eval_jaxpr(program.jaxpr, program.consts, *arrays)
-
-
-def with_parameter_scopes(fn: Function, evaluate: Evaluate = as_written) -> Function:
-  """Returns a function whose operations without a named scope get the scope of a module.
+def compiled_as_written(fn: Function, *, runs_often: bool = False) -> Callable[..., Any]:
+  """Returns a function that is compiled when it is called, and in which each cast rounds.
 
   Args:
     fn: the function.
-    evaluate: runs its program, with these scopes.
+    runs_often: whether it has loops whose run takes longer than some compilation.
   """
-
-  def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    # The function is traced once, and the jaxpr with scopes runs instead of the function. The parts
-    # of the result that are no arrays come from the trace.
-    call = Call(args, kwargs)
-    closed, _ = call.traced(fn)
-    # Only the first argument holds parameters. The optimizer state repeats their paths, and would
-    # name modules too.
-    arguments = call.arguments(fn)
-    owners = [one.module if one.is_first else () for one in arguments]
-    named = with_scopes(closed, name_by_parameters(Graph(closed), owners))
-    results = iter(evaluate(named, arguments, call.arrays))
-    leaves = [next(results) if x is jax.Array else x for x in call.returned.leaves]
-    return call.returned.structure.unflatten(leaves)
-
-  return scoped
-
-
-def name_by_parameters(graph: Graph, modules: Sequence[Path]) -> Mapping[Key, Path]:
-  """Gives each operation without a path the path of a module, and returns these paths.
-
-  Args:
-    graph: the graph of a function, whose operations are changed.
-    modules: the path of the module of each argument; () for an argument that is no parameter.
-  """
-  # An empty path means that the argument is no parameter.
-  parameters = {v: path for v, path in zip(graph.arguments, modules, strict=True) if path}
-  names = _Names(graph, parameters)
-  named: dict[Key, Path] = {}
-  for operation in graph.operations:
-    path = names.add(operation)
-    # A named scope of the user wins. Loops are not named: their body holds operations of several
-    # modules.
-    if path and not operation.where.path and not operation.joins:
-      named[operation.step.key] = path
-      operation.where = operation.where._replace(scopes=(*operation.where.scopes, *path))
-  return named
-
-
-class _Weight(NamedTuple):
-  """A parameter that a matmul multiplies with a value: its module, and its sorted shape."""
-
-  module: Path
-  sizes: tuple[int, ...]
-
-
-class _Names:
-  """The modules of operations, as far as parameters tell. Operations are added in order."""
-
-  def __init__(self, graph: Graph, parameters: Mapping[Value, Path]) -> None:
-    # Parameters, and values that are computed from these alone.
-    self._owners = _owners(graph, parameters)
-    self._weights = _weights(graph, self._owners)
-    # The modules in which other values are, if their operation is in one.
-    self._modules: dict[Value, Path] = {}
-    # The modules of the matmuls of the forward pass, by line.
-    self._lines: dict[Source | None, set[Path]] = {}
-
-  def add(self, operation: Operation) -> Path:
-    """Returns the path of the module of an operation; () if it has none."""
-    operands = _variable_operands(operation)
-    # The modules of the parameters among the operands decide before those of the other values.
-    own = [self._owners[v] for v in operands if v in self._owners]
-    inside = [self._modules[v] for v in operands if v in self._modules]
-    path = self._path(operation, own, inside)
-    # A value of parameters alone, such as a cast or transposed weight, is in `_owners` already.
-    is_of_parameters_alone = len(own) == len(operands)
-    if (own or inside) and not is_of_parameters_alone and not operation.where.path:
-      # The result of a layer belongs to the module around the layer.
-      is_layer = len(set(own)) == 1 and not operation.joins
-      self._modules.update(dict.fromkeys(operation.results, path[:-1] if is_layer else path))
-    return path
-
-  def _path(self, operation: Operation, own: Sequence[Path], inside: Sequence[Path]) -> Path:
-    """Returns the module of an operation, given those of its parameters and other operands."""
-    # Several modules meet in the innermost module that contains all of them.
-    path = shared_names(own or inside)
-    where = operation.where
-    # A backward pass multiplies values of two modules. Their common module would be too coarse.
-    if where.direction != "forward":
-      return self._of_backward(operation, own) or path
-    # JAX keeps the line of the forward pass in the backward pass. The line leads to the module
-    # again.
-    if operation.facts.flops is not None:
-      of_scopes = tuple(where.path.split("/")) if where.path else path
-      self._lines.setdefault(where.source, set()).add(of_scopes)
-    return path
-
-  def _of_backward(self, operation: Operation, own: Sequence[Path]) -> Path:
-    """Returns the module of an operation of a backward pass; () if unknown.
-
-    It is that of the parameter whose gradient a matmul computes, or that of the matmuls on the same
-    line of the forward pass.
-    """
-    # The product of a value and its cotangent takes no parameter. Its shape and its operands tell
-    # which.
-    if operation.facts.flops is not None and not own:
-      differentiated = self._differentiated(operation)
-      if differentiated:
-        return differentiated
-    source = operation.where.source
-    modules = self._lines.get(source, set()) if source is not None else set()
-    # A line that runs in several modules, such as a loop over layers, is ambiguous.
-    return next(iter(modules)) if len(modules) == 1 else ()
-
-  def _differentiated(self, matmul: Operation) -> Path:
-    """Returns the module of the parameter whose gradient a matmul computes; () if unknown.
-
-    The gradient of a parameter is the product of the value that it multiplies in the forward pass
-    and a value that it multiplies in the backward pass. It has the sizes of the parameter. If one
-    of the two values multiplies no parameter, as for a layer whose input is not differentiated, the
-    sizes alone tell the gradient from other products of the value.
-    """
-    # Compare operands before moves and casts, as `_weights` stores them.
-    sizes = _sizes(matmul.results[0])
-    modules: list[set[Path]] = []
-    for v in map(moved_from, matmul.operands[:2]):
-      if v in self._weights:
-        modules.append({x.module for x in self._weights[v] if x.sizes == sizes})
-    shared = set.intersection(*modules) if modules else set[Path]()
-    return next(iter(shared)) if len(shared) == 1 else ()
-
-
-def _variable_operands(operation: Operation) -> list[Value]:
-  return [v for v in operation.operands if v.kind != "literal"]
-
-
-def _owners(graph: Graph, parameters: Mapping[Value, Path]) -> Mapping[Value, Path]:
-  """Returns the modules of parameters, and of values that are computed from these alone."""
-  owners = dict(parameters)
-  for operation in graph.operations:
-    operands = _variable_operands(operation)
-    own = [owners[v] for v in operands if v in owners]
-    # A second operand, such as an activation, would make the result an activation.
-    if own and len(own) == len(operands) and not operation.where.path:
-      owners.update(dict.fromkeys(operation.results, shared_names(own)))
-  return owners
-
-
-def _weights(graph: Graph, owners: Mapping[Value, Path]) -> Mapping[Value, set[_Weight]]:
-  """Returns the parameters with which matmuls multiply each value, before moves and casts."""
-  weights: dict[Value, set[_Weight]] = {}
-  for operation in graph.operations:
-    if operation.facts.flops is None:
-      continue
-    # A matmul takes its parameter on either side.
-    first, second, *_ = operation.operands
-    for weight, other in ((first, second), (second, first)):
-      if weight in owners and other not in owners:
-        one = _Weight(owners[weight], _sizes(weight))
-        weights.setdefault(moved_from(other), set()).add(one)
-  return weights
-
-
-def _sizes(value: Value) -> tuple[int, ...]:
-  """Returns the sorted shape of a value, which a transposition does not change."""
-  return tuple(sorted(value.aval.shape))
-
-
-def with_scopes(program: Any, modules: Mapping[Key, Path], at: Key = ()) -> Any:
-  """Returns a jaxpr whose equations at some positions have further scopes around their own."""
-  # The key is the position of the equation in each nested jaxpr, as in `Step.key`.
-  jaxpr = opened(program)
-  eqns = list[JaxprEqn]()
-  for position, eqn in enumerate(jaxpr.eqns):
-    key = (*at, position)
-    source = eqn.source_info
-    inner = [
-      with_scopes(x.program, modules, (*key, i)) for i, x in enumerate(inner_jaxprs(eqn) or ())
-    ]
-    # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
-    stack = within_scopes(source.name_stack, modules.get(key, ()))
-    params = with_inner(eqn, inner) if inner else eqn.params
-    eqns.append(eqn.replace(source_info=source.replace(name_stack=stack), params=params))
-  jaxpr = with_equations(jaxpr, eqns)
-  return jaxpr if isinstance(program, Jaxpr) else program.replace(jaxpr=jaxpr)
-
-
-def parameter_trees(graph: Graph) -> Iterator[str]:
-  """Yields the argument trees in which the path of a module leads to an operand of its matmul."""
-  for operation, *_ in graph.matmuls():
-    for v in map(moved_from, operation.operands[:2]):
-      *tree, _ = v.label.split("/")
-      # The end of the label matches the end of the path. The rest of the label is the tree.
-      shared = shared_names([tree[::-1], operation.where.path.split("/")[::-1]])
-      if v.kind == "argument" and 0 < len(shared) < len(tree):
-        yield "/".join(tree[: -len(shared)]) + "/"
+  # XLA may leave out a cast to float16 and back, and with it the rounding and the overflow.
+  options: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+  if jax.default_backend() == "cpu":
+    # On a CPU, LLVM takes half of the compilation time. Its first level makes loops three times as
+    # fast, and the others add nothing.
+    options |= {
+      "xla_backend_optimization_level": int(runs_often),
+      "xla_llvm_disable_expensive_passes": True,
+    }
+  return jax.jit(fn, compiler_options=options)

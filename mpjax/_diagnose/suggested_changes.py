@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from mpjax._autocast.scopes import LAYER_ENDS
-from mpjax._diagnose.paths import is_within
-from mpjax._diagnose.selectors import glob_of_layers, layers_of
+from mpjax._diagnose.paths import glob_of_layers, is_within, layers_of
 from mpjax._jaxpr.compat import Span, Traceback, frames_of, spans_of
 from mpjax._jaxpr.graph import Operation
 from mpjax._jaxpr.locations import MODULE, PREFIX, Source, is_library

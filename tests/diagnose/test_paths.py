@@ -1,6 +1,14 @@
 import pytest
 
-from mpjax._diagnose.paths import is_inside, is_within, relative_to, shared_names
+import mpjax
+from mpjax._diagnose.paths import (
+  is_inside,
+  is_within,
+  layers_of,
+  relative_to,
+  selector,
+  shared_names,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +57,38 @@ def test_a_path_is_relative_to_a_module_around_it(path, outer, expected):
 )
 def test_paths_share_the_names_that_all_begin_with(paths, expected):
   assert "/".join(shared_names([path.split("/") for path in paths])) == expected
+
+
+SCOPES = ("", "Net", "Net/a", "Net/a/b", "Net/b", "Net/c(1)", "head", "Net/rnn/cell/hi")
+HOMES = dict(zip(SCOPES, SCOPES, strict=True))
+
+
+@pytest.mark.parametrize(
+  ("path", "expected"),
+  [
+    ("head", "**/head"),
+    ("Net/a", "**/a"),
+    ("Net/a/b", "**/a/b"),
+    ("Net/b", "**/Net/b"),
+    ("Net/c(1)", "**/c[(]1[)]"),
+    ("", ""),
+    ("Net/rnn/cell/hi", "**/hi"),
+  ],
+)
+def test_a_selector_selects_one_path(path, expected):
+  found = selector([path], HOMES)
+  assert found == expected
+  rule = mpjax.Rule("float32", path=found)
+  assert [scope for scope in SCOPES if rule.matches(None, scope)] == [path]
+
+
+def test_layers_that_differ_in_numbers_share_a_glob():
+  homes = {path: path for path in ("Net/block_0/mlp", "Net/block_1/mlp", "Net/head")}
+  paths = [*homes][:2]
+  assert layers_of(homes, ["Net/block_0", "Net"]) == [(*paths,), ("Net/head",)]
+  assert selector(paths, homes) == "**/mlp"
+  assert selector(paths, homes | {"mlp": "mlp"}) == "**/block_*/mlp"
+
+
+def test_layers_share_no_glob_that_selects_another_path():
+  assert layers_of(["block_0", "block_1"], ["block_2"]) == [("block_0",), ("block_1",)]

@@ -25,7 +25,8 @@ from mpjax._diagnose.audit.tables import (
   find_operations,
   residual_bytes,
 )
-from mpjax._diagnose.call import Call, name_by_parameters, parameter_trees
+from mpjax._diagnose.call import Call
+from mpjax._diagnose.parameter_scopes import name_by_parameters, parameter_trees
 from mpjax._diagnose.report import Advance, Pending, percent
 from mpjax._jaxpr.count import sums_few_products
 from mpjax._jaxpr.graph import Graph, Operation

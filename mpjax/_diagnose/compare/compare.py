@@ -13,11 +13,12 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, DType, Function, Kwargs
-from mpjax._diagnose.call import Call, with_model_as_argument, with_parameter_scopes
+from mpjax._diagnose.call import Call, with_model_as_argument
 from mpjax._diagnose.compare.report import CompareReport, compared
 from mpjax._diagnose.compare.run import RecordedRun, any_function, any_method, load, record
 from mpjax._diagnose.expectations import check_float32, lows_of
 from mpjax._diagnose.module_names import in_models, with_models
+from mpjax._diagnose.parameter_scopes import with_parameter_scopes
 from mpjax._diagnose.report import Advance, Pending
 from mpjax._jaxpr.graph import Graph
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy

@@ -18,9 +18,8 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import REFUSALS, MpjaxValueError
 from mpjax._core.types import Array, DType, Function, NumpyArray, is_inexact
-from mpjax._diagnose.call import Argument, Call
+from mpjax._diagnose.call import Argument, Call, compiled_as_written
 from mpjax._diagnose.compare.modules import MOST, ComparedCall, Loop, Modules, find_modules, most_of
-from mpjax._diagnose.compiled import compiled_as_written
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Direction

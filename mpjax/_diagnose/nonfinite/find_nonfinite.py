@@ -17,13 +17,13 @@ from jax.extend.core import primitives as p
 from mpjax._autocast.scopes import REGION
 from mpjax._core.errors import check_call
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
-from mpjax._diagnose.call import Call, is_array, name_by_parameters
-from mpjax._diagnose.compiled import compiled_as_written
+from mpjax._diagnose.call import Call, compiled_as_written, is_array
 from mpjax._diagnose.nonfinite import probes
 from mpjax._diagnose.nonfinite.cause import Alternatives, advice
 from mpjax._diagnose.nonfinite.report import NonfiniteReport, Range
+from mpjax._diagnose.parameter_scopes import name_by_parameters
+from mpjax._diagnose.paths import rule_paths_of, selector
 from mpjax._diagnose.report import Advance, Pending
-from mpjax._diagnose.selectors import rule_paths_of, selector
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import MODULE, Source, lines_of_call
 from mpjax._jaxpr.primitives import Holds

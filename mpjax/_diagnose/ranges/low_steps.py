@@ -15,7 +15,8 @@ from mpjax._autocast.autocast import autocast
 from mpjax._autocast.scopes import REGION
 from mpjax._core.leaves import Path
 from mpjax._core.types import Array, Function, is_low_precision
-from mpjax._diagnose.call import Argument, Call, as_written, with_parameter_scopes, with_scopes
+from mpjax._diagnose.call import Argument, Call
+from mpjax._diagnose.parameter_scopes import as_written, with_parameter_scopes, with_scopes
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.steps import Body, Step, body_of

@@ -12,7 +12,8 @@ from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_ad
 
 from mpjax._core.leaves import Path
 from mpjax._core.types import DType
-from mpjax._diagnose.call import Argument, name_by_parameters
+from mpjax._diagnose.call import Argument
+from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.ranges.report import RangeKind
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Location

@@ -26,7 +26,7 @@ from jax.extend.core import primitives as p
 from mpjax._core.errors import REFUSALS
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, DType, NumpyArray, PyTree
-from mpjax._diagnose.compiled import compiled_as_written
+from mpjax._diagnose.call import compiled_as_written
 from mpjax._diagnose.relative_errors import norm_of, relative_error
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._jaxpr.in_float32 import is_low, results_widened

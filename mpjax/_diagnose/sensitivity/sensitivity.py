@@ -12,10 +12,11 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnose.call import Argument, Call, has_backward_pass, name_by_parameters
+from mpjax._diagnose.call import Argument, Call, has_backward_pass
 from mpjax._diagnose.expectations import check_float32, lows_of
 from mpjax._diagnose.matmul_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._diagnose.module_names import with_models_under
+from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.ranges.ranges import gradient_of, scale_for_float16
 from mpjax._diagnose.report import Advance, Pending
 from mpjax._diagnose.sensitivity.report import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from mpjax._diagnose.matmul_formats import FLOAT32_POLICY
-from mpjax._diagnose.selectors import layers_of, selector
+from mpjax._diagnose.paths import layers_of, selector
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule, with_enclosing
 

@@ -14,7 +14,7 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.types import HALVES, Args, Function, Kwargs, NumpyArray, P, is_inexact
 from mpjax._diagnose.audit.not_entered import find_kernels
-from mpjax._diagnose.call import Call, with_parameter_scopes
+from mpjax._diagnose.call import Call
 from mpjax._diagnose.expectations import check_float32, lows_of
 from mpjax._diagnose.matmul_formats import (
   FLOAT32_POLICY,
@@ -23,11 +23,12 @@ from mpjax._diagnose.matmul_formats import (
   shares_of,
 )
 from mpjax._diagnose.module_names import with_models_under
+from mpjax._diagnose.parameter_scopes import with_parameter_scopes
+from mpjax._diagnose.paths import rule_paths_of
 from mpjax._diagnose.ranges.ranges import gradient_of, scale_for_float16
 from mpjax._diagnose.ranges.report import HEADROOM
 from mpjax._diagnose.relative_errors import norm_of, relative_error
 from mpjax._diagnose.report import Advance, Pending
-from mpjax._diagnose.selectors import rule_paths_of
 from mpjax._diagnose.sensitivity.roundings import errors_of
 from mpjax._diagnose.tune.report import Evaluation, ModuleReport, TuneReport
 from mpjax._diagnose.tune.rules import rules_for

@@ -3,9 +3,10 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._diagnose.call import Call, with_parameter_scopes
+from mpjax._diagnose.call import Call
 from mpjax._diagnose.compare.modules import Loop, find_modules, module_paths
 from mpjax._diagnose.module_names import with_models_under
+from mpjax._diagnose.parameter_scopes import with_parameter_scopes
 from mpjax._jaxpr.locations import MODULE
 from mpjax._jaxpr.steps import body_of
 from tests.models.catalogue import MODELS

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from mpjax._diagnose.selectors import rule_paths_of
+from mpjax._diagnose.paths import rule_paths_of
 from mpjax._diagnose.tune.rules import rules_for
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import body_of
