@@ -34,12 +34,7 @@ def format_of_matmul(matmul: Operation, dtype: DType) -> str:
 def shares_of(flops: Mapping[str, collections.Counter[str]]) -> dict[str, float]:
   """Returns the share of each format in the FLOPs of all modules, float32 last."""
   of_formats = sum(flops.values(), collections.Counter[str]())
-  names = sorted(of_formats, key=_position_of)
+  # By size: 8 bits or fewer, which are the names of recipes, 16 bits, more.
+  sizes = {name: i for i, name in enumerate((*HALF_NAMES, *WIDE_FORMATS), 1)}
+  names = sorted(of_formats, key=lambda name: sizes.get(name, 0))
   return {name: of_formats[name] / of_formats.total() for name in names}
-
-
-def _position_of(name: str) -> int:
-  """Returns the position of a format in a list by size: 8 bits, 16 bits, more."""
-  # Other names are those of recipes, with 8 bits or fewer.
-  of_16_bits_or_more = (*HALF_NAMES, *WIDE_FORMATS)
-  return of_16_bits_or_more.index(name) if name in of_16_bits_or_more else -1

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -131,7 +131,14 @@ class Pending(Generic[P, R]):
       signature = inspect.signature(self._fn)
     except (TypeError, ValueError):
       return
-    needed = [*_needed(signature)]
+    # The arguments without a default, as a call passes them.
+    needed: list[str] = []
+    for parameter in signature.parameters.values():
+      if parameter.kind is parameter.VAR_POSITIONAL:
+        needed.append(f"*{parameter.name}")
+      elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+        is_keyword = parameter.kind is parameter.KEYWORD_ONLY
+        needed.append(f"{parameter.name}=..." if is_keyword else parameter.name)
     try:
       signature.bind(*args, **kwargs)
       # A model such as `nnx.Sequential` takes `*args`, and fails inside without any.
@@ -142,16 +149,6 @@ class Pending(Generic[P, R]):
       fix = f"Pass the arguments of {self._name} in the second call: {self._call}"
       fix += f"({', '.join(needed)})."
       raise unfit_call(f"{self._call}(*args)", signature, kwargs, reason, fix) from error
-
-
-def _needed(signature: inspect.Signature) -> Iterator[str]:
-  """Yields the arguments without a default, as a call passes them."""
-  for parameter in signature.parameters.values():
-    if parameter.kind is parameter.VAR_POSITIONAL:
-      yield f"*{parameter.name}"
-    elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-      is_keyword = parameter.kind is parameter.KEYWORD_ONLY
-      yield f"{parameter.name}=..." if is_keyword else parameter.name
 
 
 class Report(abc.ABC):
@@ -199,8 +196,18 @@ class Report(abc.ABC):
       width=WIDTH, file=io.StringIO(), record=True, force_terminal=False, force_jupyter=False
     )
     for section in self.sections():
-      if section.lines or section.rows:  # A section with only a heading is not shown.
-        console.print(_rendered(section), end="")
+      if not section.lines and not section.rows:  # A section with only a heading is not shown.
+        continue
+      parts: list[RenderableType] = [Text()]
+      if section.title:
+        parts.append(Text(section.title, style="bold"))
+      parts += map(paragraph, section.lines)
+      if section.rows:
+        # The table gets all rows, because a reason that all of them share is printed once.
+        most = section.most or len(section.rows)
+        parts += table(section.columns, section.rows, most)
+        parts += map(Text, rest(section.rows, most))
+      console.print(Group(*parts), end="")
     return console
 
 
@@ -216,52 +223,28 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{ti
 
 def _json(value: Any) -> Any:
   """Returns a value as JSON holds it. Records become objects; NaN, policies and others, text."""
+  named: Mapping[Any, Any] | None = None
+  if isinstance(value, (Source, Policy)):
+    pass  # A line of code is written as a list, and a policy as text.
   # Records and mappings become objects, before tuples become lists: a NamedTuple is a tuple.
-  named = _named_values(value)
+  elif hasattr(value, "_asdict"):
+    named = value._asdict()
+  elif dataclasses.is_dataclass(value):
+    named = vars(value)
+  elif isinstance(value, Mapping):
+    named = value
   if named is not None:
-    return {_json_key(name): _json(each) for name, each in named.items()}
+    # JSON has only text as keys.
+    keys = (" ".join(name) if isinstance(name, tuple) else str(name) for name in named)
+    return dict(zip(keys, map(_json, named.values()), strict=True))
   if isinstance(value, (tuple, list)):
     return [_json(each) for each in value]
   # JSON has no inf and no NaN.
-  if value is None or _is_finite_number(value):
+  is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+  if value is None or is_finite:
     return value
   # A rule may have a regular expression as its path.
   return value.pattern if isinstance(value, re.Pattern) else str(value)
-
-
-def _named_values(value: Any) -> Mapping[Any, Any] | None:
-  """Returns the fields of a record, or a mapping itself; None for any other value."""
-  if isinstance(value, (Source, Policy)):
-    return None  # A line of code is written as a list, and a policy as text.
-  # A NamedTuple.
-  if hasattr(value, "_asdict"):
-    return value._asdict()
-  if dataclasses.is_dataclass(value):
-    return vars(value)
-  return value if isinstance(value, Mapping) else None
-
-
-def _json_key(name: object) -> str:
-  # JSON has only text as keys.
-  return " ".join(name) if isinstance(name, tuple) else str(name)
-
-
-def _is_finite_number(value: object) -> bool:
-  return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _rendered(section: Section) -> Group:
-  """Returns an empty line, the heading, the paragraphs and the table of a section."""
-  parts: list[RenderableType] = [Text()]
-  if section.title:
-    parts.append(Text(section.title, style="bold"))
-  parts += map(paragraph, section.lines)
-  if section.rows:
-    # The table gets all rows, because a reason that all of them share is printed once.
-    most = section.most or len(section.rows)
-    parts += table(section.columns, section.rows, most)
-    parts += map(Text, rest(section.rows, most))
-  return Group(*parts)
 
 
 def amount(number: float, unit: str = "") -> str:
@@ -320,7 +303,12 @@ def progress(task: str) -> Generator[Advance]:
     while not ended.wait(wait):
       wait = REDRAWN if redraw else EVERY
       done, total = steps
-      text = f"{task}:{_steps(done, total, redraw is not None)} {time.monotonic() - start:.0f} s"
+      count = bar = ""
+      if total:
+        count = f" {done} of {total},"
+        filled = "━" * min(_BAR * done // total, _BAR)
+        bar = f" {filled:{_BAR}}" if redraw else ""
+      text = f"{task}:{bar}{count} {time.monotonic() - start:.0f} s"
       if redraw:
         redraw(text)
       else:
@@ -357,12 +345,3 @@ def _redrawing() -> Callable[[str], None] | None:
     drawn[0] = text
 
   return redraw
-
-
-def _steps(done: int, total: int, has_bar: bool) -> str:
-  """Returns the steps that are done as text; "" if the number of all steps is unknown."""
-  if total == 0:
-    return ""
-  count = f" {done} of {total},"
-  filled = "━" * min(_BAR * done // total, _BAR)
-  return f" {filled:{_BAR}}{count}" if has_bar else count

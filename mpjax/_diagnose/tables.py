@@ -64,15 +64,6 @@ class Cells(NamedTuple):
     columns, *rows = (row[:position] + row[position + 1 :] for row in (self.columns, *self.rows))
     return Cells(columns, tuple(rows))
 
-  def with_text(self) -> "Cells":
-    """Returns the cells of the columns in which a row has text."""
-    cells = self
-    # Backwards, so that removing a column leaves the positions of the others.
-    for position in reversed(range(len(self.columns))):
-      if not any(row[position] for row in self.rows):
-        cells = cells.without(position)
-    return cells
-
 
 def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[RenderableType]:
   """Yields the lines above a table, and the table.
@@ -100,8 +91,12 @@ def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[Re
   if reason is not None and len(rows) > 1 and len(reasons) == 1 and "" not in reasons:
     yield paragraph(f"All rows: {REASONS[cells.columns[reason]]}{cells.rows[0][reason]}")
     cells = cells.without(reason)
-  # From here on only printed rows decide the layout.
-  cells = cells._replace(rows=cells.rows[:most]).with_text()
+  # From here on only printed rows decide the layout. A column without text is left out. Backwards,
+  # so that removing one leaves the positions of the others.
+  cells = cells._replace(rows=cells.rows[:most])
+  for position in reversed(range(len(cells.columns))):
+    if not any(row[position] for row in cells.rows):
+      cells = cells.without(position)
   path = cells.position(PATHS)
   # Each step below is taken only if a row is still wider than a line.
   if path is not None and not cells.fits:
@@ -111,8 +106,12 @@ def table(columns: Sequence[str], rows: Sequence[Row], most: int) -> Iterator[Re
   groups: Mapping[str, Sequence[Row]] = {"": cells.rows}
   reason = cells.position(REASONS)
   if path is not None and reason is not None and not cells.fits:
-    groups = _by_reason(cells, reason)
-    cells = cells.without(reason)._replace(rows=tuple(row for x in groups.values() for row in x))
+    words, without = REASONS[cells.columns[reason]], cells.without(reason)
+    # Rows without a reason come first, and have no line above.
+    by_reason = dict[str, list[Row]]({"": []})
+    for row, others in zip(cells.rows, without.rows, strict=True):
+      by_reason.setdefault(words + row[reason] if row[reason] else "", []).append(others)
+    groups, cells = by_reason, without
   yield from _grid(cells, groups)
 
 
@@ -121,33 +120,15 @@ def _below_folder(cells: Cells) -> tuple[list[str], Cells]:
 
   The folder itself is "." in the rest. Names in parentheses, such as "(root)", are no paths.
   """
-  paths = [row[0] for row in cells.rows if not row[0].startswith("(")]
-  folder = _folder(paths)
-  if not folder:
+  paths = {row[0] for row in cells.rows if not row[0].startswith("(")}
+  folder = "/".join(shared_names([path.split("/") for path in paths]))
+  # A folder of a single path would leave "." in the table.
+  if len(paths) < 2 or not folder:
     return [], cells
   rests = [relative_to(row[0], folder) or "." for row in cells.rows]
   own = ', which itself is "."' if "." in rests else ""
   rows = tuple((rest, *row[1:]) for rest, row in zip(rests, cells.rows, strict=True))
   return [f"Each {cells.columns[0]} is in {folder}{own}"], cells._replace(rows=rows)
-
-
-def _folder(paths: Sequence[str]) -> str:
-  """Returns the levels that several paths begin with; "" if they share none."""
-  # A folder of a single path would leave "." in the table.
-  if len(set(paths)) < 2:
-    return ""
-  return "/".join(shared_names([path.split("/") for path in paths]))
-
-
-def _by_reason(cells: Cells, reason: int) -> Mapping[str, Sequence[Row]]:
-  """Returns the rows without their reason, by reason. Rows without a reason come first."""
-  words = REASONS[cells.columns[reason]]
-  groups = dict[str, list[Row]]({"": []})
-  for row, rest in zip(cells.rows, cells.without(reason).rows, strict=True):
-    # Rows without a reason stay in the first group, which has no line above.
-    line = words + row[reason] if row[reason] else ""
-    groups.setdefault(line, []).append(rest)
-  return groups
 
 
 def _grid(cells: Cells, groups: Mapping[str, Sequence[Row]]) -> Iterator[RenderableType]:
@@ -172,7 +153,9 @@ def _grid(cells: Cells, groups: Mapping[str, Sequence[Row]]) -> Iterator[Rendera
         yield from (part, paragraph(row[0]))
         part = _part(cells, widths)
         row = ("", *row[1:])
-      _add_row(part, row, widths)
+      first, *others = (broken(cell, width) for cell, width in zip(row, widths, strict=True))
+      # The empty cells are the gaps between columns.
+      part.add_row(first, *(cell for other in others for cell in ("", other)))
   yield part
 
 
@@ -187,12 +170,6 @@ def _part(cells: Cells, widths: Sequence[int]) -> Table:
       part.add_column(width=_GAP)
     part.add_column(name, justify=align, overflow="fold", width=width)
   return part
-
-
-def _add_row(part: Table, row: Row, widths: Sequence[int]) -> None:
-  # The empty cells are the gaps between columns.
-  first, *others = (broken(cell, width) for cell, width in zip(row, widths, strict=True))
-  part.add_row(first, *(cell for other in others for cell in ("", other)))
 
 
 def _widths(cells: Cells) -> list[int]:
@@ -251,20 +228,16 @@ def broken(text: str, width: int) -> Text:
   """
   if cell_len(text) <= width:
     return Text(text)
+  # The longest part of a word that fits and ends in a slash, if the rest of the word is longer than
+  # a line. A name without slashes is broken anywhere rather than cut off.
+  fits = rf"(?=\S{{{width + 1}}})\S{{,{width - 1}}}/"
   # Between the rules, which have odd positions, is prose.
   parts = [part.strip() for part in _RULE.split(text)]
   lines = [
-    broken_rule(part, width) if i % 2 else _broken_at_slashes(part, width)
+    broken_rule(part, width) if i % 2 else re.sub(fits, r"\g<0>\n", part)
     for i, part in enumerate(parts)
   ]
   return Text("\n".join(filter(None, lines)), overflow="fold")
-
-
-def _broken_at_slashes(text: str, width: int) -> str:
-  # The longest part of a word that fits and ends in a slash, if the rest of the word is longer
-  # than a line. A name without slashes is broken anywhere rather than cut off.
-  fits = rf"(?=\S{{{width + 1}}})\S{{,{width - 1}}}/"
-  return re.sub(fits, r"\g<0>\n", text)
 
 
 _ATOM = r"(?:\\(?:x..|u.{4}|U.{8}|.)|[^\\])"
