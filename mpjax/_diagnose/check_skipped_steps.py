@@ -14,7 +14,6 @@ from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import KeyPath, OptState, Params, PyTree, is_inexact
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.optimizer_trees import differentiated, key_text
-from mpjax._optim.states import LossScaleState
 from mpjax._optim.wrappers.leaf_codes import (
   LeafCode,
   LeafKind,
@@ -62,59 +61,45 @@ def check_skipped_steps(
   params = getattr(opt_state, "params", None) if params is None else params
   params = _trained(params, opt_state)
   trained = {"opt_state": scale.owner.inner_state, "params": params}
-  _refuse_tracers(scale.state or trained)
-  if scale.state is None:
-    _refuse_nan(trained)
-    return
-  _refuse_impossible_scale(scale.state)
-  # Several values where the state is vmapped (an ensemble): the worst member counts.
-  skips = np.atleast_1d(scale.state.consecutive_skips)
-  worst = int(np.argmax(skips))
-  if skips[worst] >= most:
-    raise MpjaxRuntimeError(
-      _WHERE,
-      expected=f"fewer than {most} skipped steps in a row",
-      got=f"{skips[worst]}, at loss scale {np.atleast_1d(scale.state.scale)[worst]:.9g}; the last "
-      f"step's first non-finite value was in {_first_bad(opt_state, scale, worst, params)}",
-      fix=_advice(params),
-    )
-
-
-def _refuse_tracers(tree: PyTree) -> None:
-  for x in jax.tree.leaves(tree):
+  for x in jax.tree.leaves(scale.state or trained):
     if isinstance(x, Tracer):
       expected, fix = "a concrete state", "Call it on the host, after the jitted step has returned."
       raise MpjaxTypeError(_WHERE, expected=expected, got=f"a traced one ({x})", fix=fix)
-
-
-def _refuse_nan(trained: PyTree) -> None:
-  """Raises if something trained under `NoLossScale`, which checks no step, holds a NaN."""
-  # A NaN is never intended, while an inf may be: a best value so far, a mask.
-  if (nan := _first_nan(trained)) is not None:
-    expected = "no NaN after steps that NoLossScale() does not check"
-    fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
-    raise MpjaxRuntimeError(_WHERE, expected=expected, got=f"one at {nan}", fix=fix)
-
-
-def _refuse_impossible_scale(state: LossScaleState) -> None:
+  if scale.state is None:
+    # `NoLossScale` checks no step. A NaN is never intended, while an inf may be: a best value so
+    # far, a mask.
+    if (nan := _first_nan(trained)) is not None:
+      expected = "no NaN after steps that NoLossScale() does not check"
+      fix = "Restore a checkpoint, and train with mpjax.SkipNonfinite(), which skips such steps."
+      raise MpjaxRuntimeError(_WHERE, expected=expected, got=f"one at {nan}", fix=fix)
+    return
+  scales = np.asarray(scale.state.scale)
   # Backing off stops at a minimum, so no step makes the scale 0, inf or NaN.
-  scales = np.asarray(state.scale)
   if not np.all(np.isfinite(scales) & (scales > 0)):
     expected = "a positive finite loss scale"
     fix = "No step produces this: restore another checkpoint, or call mpjax.states.set_loss_scale."
     raise MpjaxRuntimeError(_WHERE, expected=expected, got=str(scales), fix=fix)
-
-
-def _advice(params: Params) -> str:
-  """Returns what to do after many skipped steps."""
+  # Several values where the state is vmapped (an ensemble): the worst member counts.
+  skips = np.atleast_1d(scale.state.consecutive_skips)
+  worst = int(np.argmax(skips))
+  if skips[worst] < most:
+    return
   # A NaN in the parameters makes every later gradient NaN. No data or learning rate helps then.
   if (nan := _first_nan(params)) is not None:
-    return f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
-  return (
-    "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
-    "the loss, a float16 activation above 65504, log(0), a division by 0, or a learning rate that "
-    "is too high. "
-    "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
+    advice = f"The parameters hold a NaN at {nan}, which no step removes: restore a checkpoint."
+  else:
+    advice = (
+      "At a small scale the cause is not the scale: look for an inf or NaN in the data and "
+      "the loss, a float16 activation above 65504, log(0), a division by 0, or a learning rate "
+      "that is too high. "
+      "print(mpjax.find_nonfinite(step)(state, batch)) shows where it begins."
+    )
+  raise MpjaxRuntimeError(
+    _WHERE,
+    expected=f"fewer than {most} skipped steps in a row",
+    got=f"{skips[worst]}, at loss scale {np.atleast_1d(scales)[worst]:.9g}; the last "
+    f"step's first non-finite value was in {_first_bad(opt_state, scale, worst, params)}",
+    fix=advice,
   )
 
 

@@ -59,7 +59,12 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
   inner = check_inner(inner, where)
 
   def init(params: Params) -> MonitorState:
-    return place_like(params, MonitorState(_zeros_for(params), inner.init(params)))
+    # Any single leaf will do in place of the dict of counts.
+    zeros: PyTree = jnp.zeros((4,), jnp.int32)
+    if not _stands_for_parameters(params):
+      names = [name for name, x in _by_name(params).items() if is_inexact(x)]
+      zeros = {name: jnp.zeros((4,), jnp.int32) for name in names}
+    return place_like(params, MonitorState(zeros, inner.init(params)))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -81,14 +86,6 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     return new_updates, MonitorState(counts, new)
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _zeros_for(params: Params) -> PyTree:
-  """Returns the counts before the first step."""
-  if _stands_for_parameters(params):
-    return jnp.zeros((4,), jnp.int32)  # Any single leaf will do in place of the dict of counts.
-  names = [name for name, x in _by_name(params).items() if is_inexact(x)]
-  return {name: jnp.zeros((4,), jnp.int32) for name in names}
 
 
 def _stands_for_parameters(params: Params) -> bool:
