@@ -30,7 +30,7 @@ class Expectations:
 
   Attributes:
     marked: whether a policy or autocast is active anywhere in the graph.
-    neutral: the kinds of causes (`Cause.kind`) that take the dtype of the other operands, and so
+    neutral: the kinds of causes (`Leak.kind`) that take the dtype of the other operands, and so
       never make a value float32.
   """
 
@@ -43,10 +43,18 @@ class Expectations:
       # A policy names the dtype, and its models do not contain the optimizer.
       self._used = None
       self._optimizer = set[Operation]()
-      self.neutral = _neutral(record)
+      # Autocast treats the arguments of a function as parameters. A model's arguments are inputs.
+      is_autocast = "autocast" in record.uses and not record.modules
+      kinds = ("parameter", "number", "filled")
+      self.neutral = (*kinds, "argument") if is_autocast else kinds
     else:
-      # Without a policy, guess the dtype from use. Optimizers in float32 are not a mistake.
-      self._used, self._optimizer = _most_used_low(graph), _after_gradients(graph)
+      # Without a policy, guess the dtype from use: that of the most elements among operands.
+      elements = collections.Counter[DType | None]()
+      for v in (v for operation in graph.operations for v in operation.operands if v.is_low):
+        elements[v.dtype] += v.size
+      self._used = max(elements, key=elements.__getitem__, default=None)
+      # Optimizers in float32 are not a mistake.
+      self._optimizer = _after_gradients(graph)
 
   def of(self, operation: Operation) -> Expected:
     """Returns the low-precision dtype that is asked for at an operation, or why none is."""
@@ -74,7 +82,9 @@ class Expectations:
     # A recipe computes scales and casts in float32 around its matmul.
     if operation.where.marked(RECIPE) is not None and not _is_matmul(operation):
       return "the scaling of a format"
-    as_traced = _as_traced(operation)
+    # An operation may be nested inside of the equation that runs as traced, as in a linear solve.
+    steps = (step for step in operation.step.enclosing() if step.holds in AS_TRACED)
+    as_traced = next((step.eqn.primitive.name for step in steps), "")
     # A policy does not rewrite such an equation. Without a policy, the user chose its dtype.
     if as_traced and self.marked:
       return f"{as_traced}, which runs as written"
@@ -137,24 +147,6 @@ def lows_of(graph: Graph) -> list[Value]:
   return [v for v in (*graph.arguments, *results) if v.is_low]
 
 
-def _neutral(record: AuditRecord) -> tuple[str, ...]:
-  """Returns the kinds of causes that never make a value float32 under policies or autocast."""
-  kinds = ("parameter", "number", "filled")
-  # Autocast treats the arguments of a function as parameters. A model's arguments are inputs.
-  is_autocast = "autocast" in record.uses and not record.modules
-  return (*kinds, "argument") if is_autocast else kinds
-
-
-def _most_used_low(graph: Graph) -> DType | None:
-  """Returns the low-precision dtype of the most elements among operands; None without any."""
-  elements = collections.Counter[DType | None]()
-  for operation in graph.operations:
-    for v in operation.operands:
-      if v.is_low:
-        elements[v.dtype] += v.size
-  return max(elements, key=elements.__getitem__, default=None)
-
-
 def _after_gradients(graph: Graph) -> set[Operation]:
   """Returns the operations outside of backward passes that use gradients: an optimizer."""
   gradients: set[Value] = set()
@@ -169,13 +161,6 @@ def _after_gradients(graph: Graph) -> set[Operation]:
     if is_forward and uses_gradients:
       after.add(operation)
   return after
-
-
-def _as_traced(operation: Operation) -> str:
-  """Returns the primitive around an operation that no policy enters, such as a linear solve."""
-  # The operation may be nested inside of the equation that runs as traced.
-  steps = (step for step in operation.step.enclosing() if step.holds in AS_TRACED)
-  return next((step.eqn.primitive.name for step in steps), "")
 
 
 def _is_matmul(operation: Operation) -> bool:

@@ -33,13 +33,6 @@ def with_models(fn: Function, policy: Policy | None) -> Function:
   return with_models_under(views_of(fn, policy, ()), policy, ())
 
 
-def has_models(program: ClosedJaxpr) -> bool:
-  """Whether models of Flax run under a policy in a function, be it None."""
-  # A policy of None marks the modules of a model, and changes nothing else.
-  operations = Graph(program).operations
-  return any(scope.startswith(MODULE) for each in operations for scope in each.where.scopes)
-
-
 class InModules(NamedTuple):
   """A function whose operations are in modules, and its jaxpr."""
 
@@ -52,6 +45,7 @@ def in_models(fn: Function, call: Call) -> InModules | None:
   # Try the function as it is: a model that it puts under a policy itself takes no other one.
   for candidate in (fn, with_models(fn, None)):
     program, _ = call.traced(candidate)
-    if has_models(program):
+    # A policy marks the modules of a model of Flax. A policy of None changes nothing else.
+    if any(scope.startswith(MODULE) for x in Graph(program).operations for scope in x.where.scopes):
       return InModules(candidate, program)
   return None

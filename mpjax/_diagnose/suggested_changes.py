@@ -5,7 +5,7 @@ import itertools
 import keyword
 import linecache
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from mpjax._autocast.scopes import LAYER_ENDS
 from mpjax._diagnose.paths import glob_of_layers, is_within, layers_of
@@ -128,7 +128,7 @@ def _change_of(source: Source, culprits: Sequence[Step], steps: Sequence[Step]) 
   needed = {span for step in culprits for span in spans(step)[:1]}
   if _last(source.function) == "<lambda>":
     return Cure(_wrapped_lambda(statements, source), lambda step: bool(spans(step)))
-  wrapper = _Wrapper(elsewhere, needed)
+  wrapper = _Wrapper(elsewhere - needed, needed)
   written = [*map(wrapper.statement, statements)]
   if wrapper.inside and len(statements) <= _MOST:
     codes = [code or ast.unparse(each) for code, each in zip(written, statements, strict=True)]
@@ -203,7 +203,7 @@ class _Wrapper:
   and the sine are needed.
 
   Attributes:
-    elsewhere: where the program calls other code.
+    elsewhere: where the program calls other code, and computes nothing that is needed itself.
     needed: what has to be in float32.
     inside: by the code of an expression, whether it runs inside of `full_precision`. Other code is
       where the smallest of these expressions around it is.
@@ -264,12 +264,6 @@ class _Wrapper:
     text = f"mpjax.full_precision(lambda{parameters}: {body})({', '.join(arguments.values())})"
     return ast.parse(text, mode="eval").body
 
-  def is_elsewhere(self, node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether an expression calls other code, and computes nothing that is needed itself."""
-    if not isinstance(node, ast.Call):
-      return False
-    return _span(node) in self.elsewhere and _span(node) not in self.needed
-
   def call(self, node: ast.Call) -> ast.Call:
     """Returns a call of other code, with the arguments in `full_precision` that need it."""
     self.inside[_span(node)] = False
@@ -282,7 +276,7 @@ class _Wrapper:
       return [self.with_calls(each, change) for each in node]
     if not isinstance(node, ast.AST) or isinstance(node, _CONDITIONAL):
       return node
-    if self.is_elsewhere(node):
+    if isinstance(node, ast.Call) and _span(node) in self.elsewhere:
       return change(node)
     parts = {name: self.with_calls(x, change) for name, x in ast.iter_fields(node)}
     return type(node)(**parts)

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.random import key
 
 from mpjax._diagnose.call import Call
-from mpjax._diagnose.module_names import has_models, in_models, with_models
+from mpjax._diagnose.module_names import in_models
 from mpjax._jaxpr.graph import Graph
 
 X = np.ones((2, 4), np.float32)
@@ -31,12 +31,5 @@ def test_modules_of_nnx():
   assert paths_of(model, X) == expected
 
 
-def test_a_function_has_no_models():
+def test_a_function_has_no_models_and_no_marks():
   assert in_models(jnp.sin, Call((X,), {})) is None
-
-
-def test_only_models_of_flax_have_marks():
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  call = Call((X,), {})
-  assert has_models(call.traced(with_models(model, None))[0])
-  assert not has_models(call.traced(with_models(jnp.sin, None))[0])
