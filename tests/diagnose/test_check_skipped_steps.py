@@ -182,20 +182,27 @@ def test_check_skipped_steps_names_the_other_loss_whose_gradients_were_bad():
     blamed(state, got, params=params, name=name)
 
 
-def test_check_skipped_steps_sees_the_nan_of_a_run_without_loss_scaling():
-  for optimizer, params, got in (
+@pytest.mark.parametrize(
+  ("optimizer", "params", "got"),
+  [
     (optax.adam(0.1), None, "one at ['opt_state'][0].mu['x']"),
     (optax.sgd(0.1), PARAMS | {"x": BAD["x"]}, "one at ['params']['x']"),
-  ):
-    tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
-    _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
-    # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
-    mpjax.check_skipped_steps(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
-    _, state = tx.update(BAD, state, PARAMS)
-    with refused(RuntimeError, WHERE, "no NaN", got, "mpjax.SkipNonfinite()"):
-      mpjax.check_skipped_steps(state, params=params)
-    with pytest.raises(TypeError, match="got a traced one"):
-      jax.eval_shape(lambda s: mpjax.check_skipped_steps(s, params=PARAMS["w"] * 1), state)
+  ],
+  ids=["state", "parameters"],
+)
+def test_check_skipped_steps_sees_the_nan_of_a_run_without_loss_scaling(optimizer, params, got):
+  tx = mpjax.loss_scaling(optimizer, mpjax.NoLossScale())
+  _, state = tx.update(GOOD, tx.init(PARAMS), PARAMS)
+  # An inf is not yet a NaN, and may be meant: a mask, or the best value so far.
+  mpjax.check_skipped_steps(state, params=PARAMS | {"x": jnp.full(2, -jnp.inf)})
+  _, state = tx.update(BAD, state, PARAMS)
+  with refused(RuntimeError, WHERE, "no NaN", got, "mpjax.SkipNonfinite()"):
+    mpjax.check_skipped_steps(state, params=params)
+  with pytest.raises(TypeError, match="got a traced one"):
+    jax.eval_shape(lambda s: mpjax.check_skipped_steps(s, params=PARAMS["w"] * 1), state)
+
+
+def test_check_skipped_steps_refuses_a_traced_state():
   with refused(TypeError, WHERE, "a concrete state", "traced", "after the jitted step"):
     jax.eval_shape(mpjax.check_skipped_steps, ADAM.init(PARAMS))
 
@@ -205,11 +212,11 @@ def with_scale(state, **fields):
   return state._replace(loss_scale={label: scale._replace(**fields)})
 
 
-def test_check_skipped_steps_finds_a_damaged_scale():
-  for scale in (np.nan, np.inf, 0.0, -1.0):
-    expected, got = "a positive finite loss scale", str(np.float32(scale))
-    with refused(RuntimeError, WHERE, expected, got, "restore another checkpoint"):
-      mpjax.check_skipped_steps(with_scale(ADAM.init(PARAMS), scale=jnp.float32(scale)))
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0.0, -1.0])
+def test_check_skipped_steps_finds_a_damaged_scale(scale):
+  expected, got = "a positive finite loss scale", str(np.float32(scale))
+  with refused(RuntimeError, WHERE, expected, got, "restore another checkpoint"):
+    mpjax.check_skipped_steps(with_scale(ADAM.init(PARAMS), scale=jnp.float32(scale)))
 
 
 def test_a_damaged_scale_that_is_set_anew_is_none():

@@ -7,6 +7,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import mpjax
 from mpjax._diagnose.doctor import OPTIONS, diagnosis, doctor
@@ -58,25 +59,28 @@ FLAGS = [
 ]
 
 
-def test_the_preset_that_fits():
-  for one, preset, why in PRESETS:
-    found = of(one)
-    assert found.preset == preset, one
-    assert why in found.why
-    assert mpjax.Policy.parse(found.preset)
-    assert f'Policy for this machine: "{preset}"' in str(found)
+@pytest.mark.parametrize(("one", "preset", "why"), PRESETS)
+def test_the_preset_that_fits(one, preset, why):
+  found = of(one)
+  assert found.preset == preset
+  assert why in found.why
+  assert mpjax.Policy.parse(found.preset)
+  assert f'Policy for this machine: "{preset}"' in str(found)
 
 
-def test_what_settings_mean():
-  for one, precision, says in PRECISIONS:
-    found = of(one, jax_default_matmul_precision=precision)
-    value, text = meaning(found, "jax_default_matmul_precision")
-    assert value == (precision or "not set")
-    assert says in text
-  for flags, value, says in FLAGS:
-    found = of(H100, environment={"XLA_FLAGS": flags} if flags else {})
-    assert meaning(found, "xla_allow_excess_precision")[0] == value
-    assert says in meaning(found, "xla_allow_excess_precision")[1]
+@pytest.mark.parametrize(("one", "precision", "says"), PRECISIONS)
+def test_what_the_precision_of_matmuls_means(one, precision, says):
+  found = of(one, jax_default_matmul_precision=precision)
+  value, text = meaning(found, "jax_default_matmul_precision")
+  assert value == (precision or "not set")
+  assert says in text
+
+
+@pytest.mark.parametrize(("flags", "value", "says"), FLAGS)
+def test_what_excess_precision_means(flags, value, says):
+  found = of(H100, environment={"XLA_FLAGS": flags} if flags else {})
+  assert meaning(found, "xla_allow_excess_precision")[0] == value
+  assert says in meaning(found, "xla_allow_excess_precision")[1]
 
 
 def test_devices_are_counted_by_kind():

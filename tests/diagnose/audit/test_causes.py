@@ -40,13 +40,14 @@ CAUSES = {
 }
 
 
-def test_the_cause():
-  for name, (fn, kind, called, deliberate) in CAUSES.items():
-    found = why(fn, HALF, SMALL)
-    assert found is not None
-    cause = (found.kind, found.name, found.deliberate, found.dtype)
-    assert cause == (kind, called, deliberate, "float32"), name
-    assert found.source is not None
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause(name):
+  fn, kind, called, deliberate = CAUSES[name]
+  found = why(fn, HALF, SMALL)
+  assert found is not None
+  cause = (found.kind, found.name, found.deliberate, found.dtype)
+  assert cause == (kind, called, deliberate, "float32")
+  assert found.source is not None
 
 
 def test_the_state_of_a_loop():
