@@ -135,10 +135,6 @@ def _report(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditRep
   )
 
 
-BACKEND_DEFAULT = "backend default"
-"""The accumulation of a matmul that states no dtype for its sums."""
-
-
 def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
   """Returns the FLOPs of matmuls in low precision by the dtype in which they say that they add."""
   flops = collections.Counter[str]()
@@ -154,7 +150,7 @@ def _flops_by_accumulation(graph: Graph) -> dict[str, int]:
     if stated is not None:
       name = str(jnp.dtype(stated))
     elif result is not None and is_low_precision(result):
-      name = BACKEND_DEFAULT
+      name = "backend default"
     else:
       name = str(result)
     flops[name] += count

@@ -43,7 +43,7 @@ class AuditReport(Report):
     flops: floating-point operations of matmuls, convolutions and kernels by pass and dtype. Kernels
       count by their `cost_estimate`, in the dtype of their largest operand.
     accumulation: FLOPs of low-precision matmuls and convolutions, by the accumulation dtype that
-      they state; `BACKEND_DEFAULT` if they state none.
+      they state; "backend default" if they state none.
     residual_bytes: bytes that the forward pass keeps for the backward pass, by dtype.
     notes: sentences about the limits of the figures.
     leaks: float32 operations where low precision was asked for, the costliest first.
