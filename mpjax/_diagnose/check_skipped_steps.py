@@ -146,7 +146,11 @@ def _leaf_text(code: LeafCode, opt_state: OptState, scale: OwnedScale, params: P
       of = "the gradient of" if code.kind is LeafKind.GRADIENT else "the update of"
       named = [(path, f"{of} {text}") for path, text in _parameters(params)]
     case LeafKind.LOSS:
-      named = _watched(getattr(opt_state, "model_state", None))
+      # `make_train_step` passes a pair of the loss and the model state, others a loss alone.
+      loss, state = map(jax.tree_util.SequenceKey, (0, 1))
+      leaves = floating_leaves(getattr(opt_state, "model_state", None))
+      of_state = [((state, *path), f"the model state at {key_text(path)}") for path, _ in leaves]
+      named = [((loss,), "the loss"), *of_state, ((), "the loss")]
     case LeafKind.STATE:
       leaves = floating_leaves(scale.owner.inner_state)
       at = "the new optimizer state at inner_state"
@@ -180,12 +184,3 @@ def _parameters(params: Params) -> list[tuple[KeyPath, str]]:
   if len(leaves) > 1:
     named.append(((), f"all parameters, one array of {sum(np.size(x) for _, x in leaves)} numbers"))
   return named
-
-
-def _watched(model_state: PyTree) -> list[tuple[KeyPath, str]]:
-  """Returns the paths of the leaves that are checked as `loss=`, with names for errors."""
-  loss, state = map(jax.tree_util.SequenceKey, (0, 1))
-  # `make_train_step` passes a pair of the loss and the model state, others a loss alone.
-  leaves = floating_leaves(model_state)
-  of_state = [((state, *path), f"the model state at {key_text(path)}") for path, _ in leaves]
-  return [((loss,), "the loss"), *of_state, ((), "the loss")]

@@ -60,8 +60,7 @@ class Expectations:
     """Returns the low-precision dtype that is asked for at an operation, or why none is."""
     region = operation.where.marked(REGION)
     policy = None if region is None else policy_of(region)
-    # The code at an operation overrules the policies around it.
-    reason = self._by_code(operation, policy) or self._by_policy(operation, region, policy)
+    reason = self._why_float32(operation, region, policy)
     if reason:
       return Expected(None, reason)
     return Expected(self._used if policy is None else policy.compute_dtype)
@@ -74,13 +73,20 @@ class Expectations:
       return DType(region.removeprefix(AS_IT_IS_IN))
     return self.of(operation).dtype
 
-  def _by_code(self, operation: Operation, policy: Policy | None) -> str:
-    """Returns why the code asks for float32; "" if it does not."""
-    scopes = operation.where.scopes
-    if FULL_PRECISION in scopes:
+  def _why_float32(self, operation: Operation, region: str | None, policy: Policy | None) -> str:
+    """Returns why float32 is asked for at an operation; "" if it is not.
+
+    Args:
+      operation: the operation.
+      region: the mark of the policy around it; None outside of every policy.
+      policy: that policy; None for a region that runs as it is, and outside.
+    """
+    # The code at an operation overrules the policies around it.
+    if FULL_PRECISION in operation.where.scopes:
       return "mpjax.full_precision"
+    is_matmul = operation.facts.flops is not None
     # A recipe computes scales and casts in float32 around its matmul.
-    if operation.where.marked(RECIPE) is not None and not _is_matmul(operation):
+    if operation.where.marked(RECIPE) is not None and not is_matmul:
       return "the scaling of a format"
     # An operation may be nested inside of the equation that runs as traced, as in a linear solve.
     steps = (step for step in operation.step.enclosing() if step.holds in AS_TRACED)
@@ -96,10 +102,8 @@ class Expectations:
     precision = asked_precision(operation.eqn.params.get("precision"))
     if precision and (policy is None or policy.precision is None):
       return f'precision="{precision}"'
-    return "the optimizer" if operation in self._optimizer else ""
-
-  def _by_policy(self, operation: Operation, region: str | None, policy: Policy | None) -> str:
-    """Returns why policies and modules ask for float32; "" if they do not."""
+    if operation in self._optimizer:
+      return "the optimizer"
     if not self.marked and self._used is None:
       return "no low precision anywhere"
     if self.marked and region is None:
@@ -108,16 +112,13 @@ class Expectations:
       return "a rule leaves it as it is"
     # A rule may give a module a float32 policy, perhaps with a precision.
     if policy is not None and not is_low_precision(policy.compute_dtype):
-      precision = policy.precision
-      asked = "" if precision is None else f", precision={written(precision)}"
+      asked = "" if policy.precision is None else f", precision={written(policy.precision)}"
       return f"a {policy.compute_dtype} policy{asked}"
-    return "a norm" if self._is_in_norm(operation) else ""
-
-  def _is_in_norm(self, operation: Operation) -> bool:
-    """Whether an operation computes or uses the statistics of a norm, which are float32."""
-    # Norms are known by the class of the module, which the record keeps.
+    # The statistics of a norm are float32. Norms are known by the class of the module, which the
+    # record keeps.
     module = self._record.modules.get(operation.where.marked(MODULE) or "")
-    return module is not None and module.is_norm and not _is_matmul(operation)
+    is_in_norm = module is not None and module.is_norm and not is_matmul
+    return "a norm" if is_in_norm else ""
 
 
 def check_float32(graph: Graph, where: str, kind: str) -> None:
@@ -161,7 +162,3 @@ def _after_gradients(graph: Graph) -> set[Operation]:
     if is_forward and uses_gradients:
       after.add(operation)
   return after
-
-
-def _is_matmul(operation: Operation) -> bool:
-  return operation.facts.flops is not None

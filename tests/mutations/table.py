@@ -918,7 +918,7 @@ mpjax/_diagnose/audit/report.py::AuditReport.half_share
 + False
 tests/diagnose/audit/test_not_entered.py::test_a_kernel_without_an_estimate_is_not_counted
 
-mpjax/_diagnose/expectations.py::Expectations._by_code
+mpjax/_diagnose/expectations.py::Expectations._why_float32
 
 124 the matmuls of a linear solve are a leak
 - as_traced and self.marked
