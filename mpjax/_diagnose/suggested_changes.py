@@ -59,11 +59,13 @@ def cures_of(culprits: Sequence[Step], steps: Sequence[Step]) -> list[Cure]:
       lines.setdefault(source, []).append(step)
     else:
       found.append(Cure("mpjax.full_precision(fn)(...)", lambda other, own=step: other is own))
-  found += map(_rule_for, _layers_to_cure([*dict.fromkeys(rules)], steps))
-  statements: dict[tuple[object, ...], tuple[Source, list[Step]]] = {}
+  found += map(_rule_for, _layers_to_cure(rules, steps))
+  # Lines of the same statements have one change. A file that cannot be read has no statements.
+  statements: dict[object, tuple[Source, list[Step]]] = {}
   for source, of_line in lines.items():
-    key = (source.file, *((x.lineno, x.end_lineno) for x in _statements(source)))
-    statements.setdefault(key if key[1:] else (source,), (source, []))[1].extend(of_line)
+    spans = tuple((x.lineno, x.end_lineno) for x in _statements(source))
+    key = (source.file, spans) if spans else source
+    statements.setdefault(key, (source, []))[1].extend(of_line)
   found += (_change_of(source, of_statement, steps) for source, of_statement in statements.values())
   # A line may be part of a module, or call one.
   covered = {each: {step.number for step in steps if each.covers(step)} for each in found}
