@@ -137,7 +137,7 @@ _NO_FORMAT, _IN_FLOAT32 = "its policy has no format", "it is in float32"
 """Why a matmul is in no format where nothing asks for one."""
 
 
-def find_formats(graph: Graph, compiled: str = "") -> tuple[Format, ...]:
+def find_formats(graph: Graph, compiled: str) -> tuple[Format, ...]:
   """Returns the matmuls by format and by why they are in none; () if nothing asks for one.
 
   Args:
