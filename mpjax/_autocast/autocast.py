@@ -7,29 +7,40 @@ arguments.
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable
 from mpjax._autocast.consumers import flags_of_result
 from mpjax._autocast.custom_rules import instantiated
-from mpjax._autocast.kinds import FLOATS, Kind, Role, kind_of_input, kinds_of_constants
-from mpjax._autocast.linear_algebra import warn_without_line
+from mpjax._autocast.kinds import Kind, Role, kind_of_input, kinds_of_constants
 from mpjax._autocast.precision import default_precision, refusals_explained, traced
 from mpjax._autocast.rewrite import rewrite
+from mpjax._autocast.rewriter import LINEAR_ALGEBRA
 from mpjax._autocast.run import run
-from mpjax._autocast.scopes import check_rules_match
-from mpjax._autocast.settings import Settings
+from mpjax._autocast.scopes import Settings, check_rules_match
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_function, haiku_state
-from mpjax._core.types import FLOAT32, HALVES, Args, Array, DType, Function, Kwargs, Leaf, P, PyTree
+from mpjax._core.types import (
+  FLOAT32,
+  FLOATS,
+  HALVES,
+  Args,
+  Array,
+  DType,
+  Function,
+  Leaf,
+  P,
+  PyTree,
+)
 from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
@@ -125,29 +136,25 @@ def autocast(
   for of_policy, each in policies:
     allowed = each is None or each.compute_dtype in FLOATS
     check_value(each, allowed, of_policy, expected=expected, fix=fix)
-  data = _data_leaves(data_argnums)
+  of_data, is_list = "mpjax.autocast(data_argnums=...)", isinstance(data_argnums, Sequence)
+  numbers = tuple(data_argnums) if is_list else (data_argnums,)
+  fix = "Write data_argnums=(1,) for x in (params, x)."
+  for number in numbers:
+    check_int(number, of_data, least=0, fix=fix, fix_type=fix)
+
+  def data(args: Args) -> list[Leaf]:
+    fix = "Pass that argument by position, or remove its number from data_argnums."
+    expected = f"positions of arguments that are passed by position, {len(args)} of them"
+    check_value(numbers, max(numbers) < len(args), of_data, expected=expected, fix=fix)
+    return Boundary([x for i, x in enumerate(args) if i in numbers]).leaves
+
   # Nothing would be rewritten, so the trace is saved.
   if not any(rewrites(each) for _, each in policies):
     return fn
   settings = Settings(policy=policy, ops=ops or OpLists(), rules=rules)
   returns_sums = policy is not None and policy.output_dtype == FLOAT32
-  return with_settings(fn, settings, where, data=data, returns_sums=returns_sums)
-
-
-def _data_leaves(data_argnums: Any) -> Callable[[Args], Iterable[Leaf]] | None:
-  """Returns a function that finds the leaves of arguments at these positions; None for none."""
-  numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
-  where, fix = "mpjax.autocast(data_argnums=...)", "Write data_argnums=(1,) for x in (params, x)."
-  for number in numbers:
-    check_int(number, where, least=0, fix=fix, fix_type=fix)
-
-  def leaves(args: tuple[Any, ...]) -> list[Leaf]:
-    fix = "Pass that argument by position, or remove its number from data_argnums."
-    expected = f"positions of arguments that are passed by position, {len(args)} of them"
-    check_value(numbers, max(numbers) < len(args), where, expected=expected, fix=fix)
-    return Boundary([x for i, x in enumerate(args) if i in numbers]).leaves
-
-  return leaves if numbers else None
+  of_inputs = data if numbers else None
+  return with_settings(fn, settings, where, data=of_inputs, returns_sums=returns_sums)
 
 
 # Functions of trees, for autocast and for calls of modules.
@@ -186,19 +193,58 @@ def with_settings(
       return fn(*args, **kwargs)
     if AUDIT.value is not None and not settings.modules:
       AUDIT.value.uses.add("autocast")
-    call = _Call(fn, args, kwargs, settings, results)
-    program, returned = call.traced(where)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    boundary = Boundary((args, kwargs))
+    # The traced leaves by their position among all. The others are passed as they are.
+    leaves = enumerate(boundary.leaves)
+    arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
+    # The results of the traces: the leaves, a function that builds the user's tree from others, and
+    # for each array its dtype, None if it may have any.
+    returned: list[tuple[list[Leaf], Callable[..., R], list[DType | None]]] = []
+
+    def flat(*operands: Array) -> list[Array]:
+      """Calls `fn` with other arrays and returns the arrays that it computes."""
+      by_leaf = dict(zip(arrays, operands, strict=True))
+      inside = boundary.inside([by_leaf.get(i, x) for i, x in enumerate(boundary.leaves)])
+      result = fn(*inside.args[0], **inside.args[1])
+      leaves, outside = inside.leave(result if results is None else results(result))
+      is_array = [isinstance(x, (jax.Array, InDtype)) for x in leaves]
+      computed = [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
+      fixed = [x.dtype if results is None or isinstance(x, InDtype) else None for x in computed]
+      # No tracer may outlive its trace.
+      rest = [_TRACED if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
+      # JAX accepts only arrays as results of a trace.
+      returned.append((rest, outside, fixed))
+      return [x.array if isinstance(x, InDtype) else x for x in computed]
+
+    program = _traced_in_float32(fn, flat, operands, settings, name, where)
+    rest, outside, dtypes = returned[-1]
     if settings.rules:
       check_rules_match(program, settings.rules, where)
     if check is not None:
       check(program)
+
     # Leaves are compared by identity, since `data` returns some of the user's arguments.
     inputs = set(map(id, () if data is None else data(args)))
-    decides = [id(x) in inputs for x in call.arrays.values()]
-    new = call.rewritten(program, decides, returned.dtypes, returns_sums=returns_sums)
+    decides = [id(x) in inputs for x in arrays.values()]
+    # Kinds have the stored dtypes of the operands, which a trace of modules does not see.
+    ins: list[Kind | None] = []
+    for x, is_input in zip(operands, decides, strict=True):
+      parameter = Kind(Role.PARAMETER, x.dtype, weight=True)
+      kind = kind_of_input(x.dtype) if is_input else parameter
+      ins.append(kind if x.dtype in FLOATS else None)
+    outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
+    flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
+    now = dataclasses.replace(settings, default_precision=default_precision())
+    consts = kinds_of_constants(program.consts, now)
+    new = rewrite(program.jaxpr, (*ins,), outs, flags, now, (), consts)
+    if new.linear_algebra:  # Without a line of the user.
+      text = LINEAR_ALGEBRA.format(names=", ".join(new.linear_algebra))
+      warnings.warn(text, UserWarning, stacklevel=2)
 
     def run_rewritten(*operands: Array) -> list[Array]:
-      return run(new, program.consts, operands, call.name)
+      return run(new.jaxpr, program.consts, operands, name)
 
     computed = run_rewritten
     # The gradient is rewritten by this function again, with the same settings.
@@ -206,159 +252,13 @@ def with_settings(
       again = functools.partial(
         with_settings, settings=settings, where=where, returns_sums=returns_sums
       )
-      computed = _differentiated_at_once(run_rewritten, call.flat, decides, again)
+      computed = _differentiated_at_once(run_rewritten, flat, decides, again)
     # Outside of `jit` the operations are compiled here, so errors of the device are raised here.
     with refusals_explained(where):
-      return returned.around(computed(*call.operands))
+      found = iter(computed(*operands))
+    return outside([next(found) if x is _TRACED else x for x in rest])
 
   return wrapped
-
-
-class _Returned(NamedTuple):
-  """The result of a traced function."""
-
-  leaves: list[Leaf]  # its leaves, with `_TRACED` in place of each tracer
-  outside: Callable[[Sequence[Leaf]], Any]  # builds the user's tree from other leaves
-  dtypes: list[DType | None]  # the dtypes of the traced leaves; None if any dtype is allowed
-
-  def around(self, computed: Sequence[Array]) -> Any:
-    """Returns the user's result with the computed arrays."""
-    arrays = iter(computed)
-    return self.outside([next(arrays) if x is _TRACED else x for x in self.leaves])
-
-
-class _Call:
-  """A call of a function of trees, expressed as a function of arrays."""
-
-  def __init__(
-    self,
-    fn: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    settings: Settings,
-    results: Callable[[Any], PyTree] | None,
-  ) -> None:
-    self.fn, self.settings, self.results = fn, settings, results
-    self.boundary = Boundary((args, kwargs))
-    # The traced leaves by their position among all. The others are passed as they are.
-    leaves = enumerate(self.boundary.leaves)
-    self.arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
-    each = self.arrays.values()
-    self.operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in each]
-    self.name = getattr(fn, "__name__", type(fn).__name__)
-
-  def flat(self, *operands: Array) -> list[Array]:
-    """Calls the function with other arrays and returns the arrays that it computes."""
-    return self._run(*operands)[0]
-
-  def _run(self, *operands: Array) -> tuple[list[Array], _Returned]:
-    """Calls the function with other arrays. Returns its arrays, and the result around them."""
-    by_leaf = dict(zip(self.arrays, operands, strict=True))
-    leaves = [by_leaf.get(i, x) for i, x in enumerate(self.boundary.leaves)]
-    inside = self.boundary.inside(leaves)
-    returned = self.fn(*inside.args[0], **inside.args[1])
-    marked = returned if self.results is None else self.results(returned)
-    leaves, outside = inside.leave(marked)
-    computed = [x for x in leaves if isinstance(x, (jax.Array, InDtype))]
-    # No tracer may outlive its trace.
-    rest = [_TRACED if isinstance(x, (jax.Array, InDtype)) else x for x in leaves]
-    arrays = [x.array if isinstance(x, InDtype) else x for x in computed]
-    return arrays, _Returned(rest, outside, list(map(self._dtype, computed)))
-
-  def _dtype(self, result: Array | InDtype) -> DType | None:
-    """Returns the dtype that a result must have; None if it may have any."""
-    fixed = self.results is None or isinstance(result, InDtype)
-    return result.dtype if fixed else None
-
-  def traced(self, where: str) -> tuple[ClosedJaxpr, _Returned]:
-    """Returns the jaxpr of the function, traced in float32, and its result."""
-    results: list[_Returned] = []
-
-    def flat(*operands: Array) -> list[Array]:
-      arrays, returned = self._run(*operands)
-      results.append(returned)  # JAX accepts only arrays as results of a trace.
-      return arrays
-
-    # Errors of JAX show the name of the user's function and where it is, but its own operands.
-    signature = inspect.signature(flat)
-    flat.__name__ = self.name
-    functools.update_wrapper(flat, self.fn, assigned=(), updated=())
-    flat.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the
-    # trace.
-    before = set(map(id, haiku_state()))
-    try:
-      with AUTOCAST(self._compute_dtype):
-        program = traced(flat)(*map(self._type, self.operands))
-      _check_no_haiku_state(before, where)
-      return program, results[-1]
-    except (NotTraceable, *flax_errors("TraceContextError")) as error:
-      if self.settings.modules:  # `attempts` in module_calls.py then runs the body as Python.
-        raise
-      got = "one that writes to flax.nnx variables, such as statistics or random counters"
-      if isinstance(error, NotTraceable):
-        got = f"one that {error}"
-      raise MpjaxTypeError(
-        where,
-        expected="a function without side effects",
-        got=got,
-        fix="Return new values as trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
-        "policy). Or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
-      ) from error
-
-  @property
-  def _compute_dtype(self) -> DType | None:
-    """The low-precision dtype of an `autocast` function. Modules have one each."""
-    dtype = self.settings.policy.compute_dtype
-    return None if self.settings.modules or dtype not in HALVES else dtype
-
-  def _type(self, operand: Array) -> ShapedArray:
-    """Returns the type with which an operand is traced."""
-    aval = cast(ShapedArray, jax.typeof(operand))
-    # Modules see float32, also for parameters that are stored in low precision.
-    shown = self.settings.modules and aval.dtype in HALVES
-    return aval.update(dtype=FLOAT32, weak_type=False) if shown else aval
-
-  def rewritten(
-    self,
-    program: ClosedJaxpr,
-    decides: Sequence[bool],
-    dtypes: Sequence[DType | None],
-    *,
-    returns_sums: bool,
-  ) -> Jaxpr:
-    """Returns the rewritten jaxpr; `decides` says which operands are inputs."""
-    # Kinds have the stored dtypes of the operands, which a trace of modules does not see.
-    pairs = zip(self.operands, decides, strict=True)
-    ins = tuple(_kind_of_argument(x.dtype, each) for x, each in pairs)
-    outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
-    flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
-    settings = dataclasses.replace(self.settings, default_precision=default_precision())
-    consts = kinds_of_constants(program.consts, settings)
-    new = rewrite(program.jaxpr, ins, outs, flags, settings, (), consts)
-    warn_without_line(new.linear_algebra)
-    return new.jaxpr
-
-
-def _kind_of_argument(dtype: DType, decides: bool) -> Kind | None:
-  """Returns the kind of an argument; `decides` says whether it is an input."""
-  if dtype not in FLOATS:
-    return None
-  return kind_of_input(dtype) if decides else Kind(Role.PARAMETER, dtype, weight=True)
-
-
-def _check_no_haiku_state(before: set[int], where: str) -> None:
-  """Raises MpjaxTypeError if a trace has left tracers in the state of an `hk.transform`.
-
-  `before` holds the ids of the state before the trace.
-  """
-  if any(isinstance(x, Tracer) and id(x) not in before for x in haiku_state()):
-    raise MpjaxTypeError(
-      where,
-      expected="a function without side effects",
-      got="one that creates parameters or state, or draws a key, inside hk.transform",
-      fix="Transform the function first: mpjax.autocast(hk.transform(fn).apply).",
-    )
 
 
 _TRACED = object()  # Replaces a tracer.
@@ -369,6 +269,56 @@ def _is_argument(x: Leaf, modules: bool) -> bool:
   if modules or not isinstance(x, (np.ndarray, np.generic)):
     return isinstance(x, jax.Array)
   return np.issubdtype(x.dtype, np.inexact) or x.dtype in HALVES
+
+
+def _traced_in_float32(
+  fn: Function,
+  flat: Callable[..., list[Array]],
+  operands: Sequence[Array],
+  settings: Settings,
+  name: str,
+  where: str,
+) -> ClosedJaxpr:
+  """Returns the jaxpr of `flat`, which calls the user's `fn` with arrays like the operands."""
+  # Errors of JAX show the name of the user's function and where it is, but its own operands.
+  signature = inspect.signature(flat)
+  flat.__name__ = name
+  functools.update_wrapper(flat, fn, assigned=(), updated=())
+  flat.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+  types = [cast(ShapedArray, jax.typeof(x)) for x in operands]
+  if settings.modules:
+    # Modules see float32, also for parameters that are stored in low precision.
+    shown = {"dtype": FLOAT32, "weak_type": False}
+    types = [x.update(**shown) if x.dtype in HALVES else x for x in types]
+  # The low-precision dtype of an `autocast` function. Modules have one each.
+  dtype = settings.policy.compute_dtype
+  low = None if settings.modules or dtype not in HALVES else dtype
+  # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the trace.
+  before = set(map(id, haiku_state()))
+  try:
+    with AUTOCAST(low):
+      program = traced(flat)(*types)
+  except (NotTraceable, *flax_errors("TraceContextError")) as error:
+    if settings.modules:  # `attempts` in module_calls.py then runs the body as Python.
+      raise
+    got = "one that writes to flax.nnx variables, such as statistics or random counters"
+    if isinstance(error, NotTraceable):
+      got = f"one that {error}"
+    raise MpjaxTypeError(
+      where,
+      expected="a function without side effects",
+      got=got,
+      fix="Return new values as trees of arrays. With flax.nnx, use mpjax.with_policy(model, "
+      "policy). Or split the model outside and nnx.merge(graphdef, state, copy=True) inside.",
+    ) from error
+  if any(isinstance(x, Tracer) and id(x) not in before for x in haiku_state()):
+    raise MpjaxTypeError(
+      where,
+      expected="a function without side effects",
+      got="one that creates parameters or state, or draws a key, inside hk.transform",
+      fix="Transform the function first: mpjax.autocast(hk.transform(fn).apply).",
+    )
+  return program
 
 
 # Derivative rules that close over values of the function.

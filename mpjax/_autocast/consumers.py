@@ -14,7 +14,6 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
 
-from mpjax._autocast.kinds import FLOATS
 from mpjax._autocast.origins import (
   Origin,
   Origins,
@@ -28,9 +27,8 @@ from mpjax._autocast.origins import (
   origins_of,
 )
 from mpjax._autocast.precision import wants_precision
-from mpjax._autocast.scopes import ScopePolicies, ScopePolicy
-from mpjax._autocast.settings import Scope, Settings
-from mpjax._core.types import FLOAT32, HALVES, DType
+from mpjax._autocast.scopes import Scope, ScopePolicies, ScopePolicy, Settings
+from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.count import is_small_matmul
 from mpjax._jaxpr.op_lists import part_of

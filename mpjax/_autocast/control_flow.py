@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.consumers import flags_of_loop
 from mpjax._autocast.kinds import Kind, Role, fits, joined, kinds_of_constants
-from mpjax._autocast.linear_algebra import warn_of_linear_algebra
 from mpjax._autocast.numbers import Numbers, numbers_of_carry
 from mpjax._autocast.origins import of_atoms, origins_inside
 from mpjax._autocast.rewriter import Rewriter, Rewritten
@@ -209,7 +208,7 @@ def rewrite_inner(
   scope = rewriter.scope_policy(eqn).inside
   origins = origins_inside(of_atoms(eqn.invars, rewriter.origins), inner, settings, scope)
   new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, settings, scope, consts, origins)
-  warn_of_linear_algebra(rewriter, eqn, new.linear_algebra)
+  rewriter.warn_of_linear_algebra(eqn, new.linear_algebra)
   return new
 
 

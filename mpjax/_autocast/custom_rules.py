@@ -30,8 +30,7 @@ from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
-from mpjax._autocast.scopes import ScopePolicy, region_of
-from mpjax._autocast.settings import Scope, Settings
+from mpjax._autocast.scopes import Scope, ScopePolicy, Settings, region_of
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
 from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of

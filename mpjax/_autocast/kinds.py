@@ -21,10 +21,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._autocast.numbers import UNKNOWN, Numbers, numbers_of, survives, united
-from mpjax._autocast.settings import Settings
-from mpjax._core.types import FLOAT32, HALVES, Array, DType
-
-FLOATS = HALVES | {FLOAT32}
+from mpjax._autocast.scopes import Settings
+from mpjax._core.types import FLOAT32, FLOATS, Array, DType
 
 
 class Role(enum.IntEnum):

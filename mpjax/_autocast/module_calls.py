@@ -23,11 +23,11 @@ from mpjax._autocast.scopes import (
   OWN_DTYPE,
   REGION,
   TABLE,
+  Settings,
   end_of_layer,
   end_of_policy,
   region_of,
 )
-from mpjax._autocast.settings import Settings
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree

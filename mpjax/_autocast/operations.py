@@ -34,23 +34,13 @@ from jax.extend.core.primitives import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._autocast.consumers import Flag, runs_as_written
-from mpjax._autocast.kinds import (
-  FLOATS,
-  Kind,
-  Role,
-  fits,
-  joined,
-  kind_of_input,
-)
-from mpjax._autocast.linear_algebra import warn_of_linear_algebra
+from mpjax._autocast.kinds import Kind, Role, fits, joined, kind_of_input
 from mpjax._autocast.matmuls import Operands, matmul
 from mpjax._autocast.numbers import UNKNOWN, numbers_of_result
 from mpjax._autocast.origins import adds_arrays
 from mpjax._autocast.precision import retype
-from mpjax._autocast.rewriter import Rewriter
-from mpjax._autocast.scopes import ScopePolicy
-from mpjax._autocast.values import FloatValue
-from mpjax._core.types import FLOAT32, HALVES, DType
+from mpjax._autocast.rewriter import FloatValue, Rewriter
+from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of
 from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyped, shape_of
@@ -61,13 +51,16 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   scope_policy, part = rewriter.scope_policy(eqn), part_of(eqn, rewriter.settings.ops)
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
   if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
-    return _end(rewriter, eqn, scope_policy, scope_policy.ends)
+    return _end(rewriter, eqn)
   if scope_policy.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
     return as_traced(rewriter, eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
-  low = _low_dtype(eqn, scope_policy.compute_dtype)
+  low = scope_policy.compute_dtype
+  for dtype in map(dtype_of, eqn.invars):
+    if dtype in HALVES:  # The user has cast an operand.
+      low = dtype
   # The user's lists may have other operations in `half`. Only matmuls have this parameter.
   if part == "half" and "preferred_element_type" in eqn.params:
     if facts_of(eqn) is not OUTER_PRODUCT:
@@ -76,37 +69,67 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     if runs_as_written(eqn, scope_policy):
       return rewriter.write_as_traced(eqn)
     part = "promote"
-  if _passes_on(eqn, part):
-    return _passed_on(rewriter, eqn, values)
-  return _write(rewriter, eqn, values, _result(rewriter, eqn, values, part, low), low)
 
+  # Each result belongs to one operand, as in a sort with several operands, and has its kind.
+  has_one_each = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
+  if has_one_each and part in ("promote", "keep"):
+    atoms = [atom if v is None else v.atom for atom, v in zip(eqn.invars, values, strict=True)]
+    variables = [FLOAT32 if v is not None and v.is_low_in_float32 else None for v in values]
+    pairs = zip(values, variables, strict=True)
+    return rewriter.write(eqn, atoms, [v and v.kind._replace(variable=x) for v, x in pairs])
 
-def _result(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, part: str, low: DType) -> Kind:
-  """Returns the kind of the results of an operation. The operation runs in its dtype."""
+  # The operation runs in the dtype of its results.
+  kind = _kind(eqn, values)
   if part == "half":  # `OpLists.replace` moved it there.
-    return Kind(Role.ACTIVATION, low)
-  if part == "float32":
-    kind = _kind(eqn, values)
+    kind = Kind(Role.ACTIVATION, low)
+  elif part == "float32":
     # Random numbers that are drawn in low precision keep their bits.
     is_drawn_low = kind.role == Role.NUMBER and dtype_of(eqn.outvars[0]) in HALVES
-    return kind._replace(dtype=low if is_drawn_low else FLOAT32, weight=False)
-  return _anything_else(rewriter, eqn, values, low)
+    kind = kind._replace(dtype=low if is_drawn_low else FLOAT32, weight=False)
+  elif (
+    kind.dtype == FLOAT32
+    or not fits([v.kind for v in values if v is not None], low)
+    or _is_widened(rewriter, eqn, values)
+  ):
+    kind = kind._replace(dtype=FLOAT32)
+  else:
+    variable = FLOAT32 if _runs_in_float32_variables(rewriter, eqn, values) else None
+    kind = kind._replace(dtype=low, variable=variable)
+
+  dtype = kind.variable or kind.dtype
+  operands = [
+    atom if v is None else _operand(rewriter, eqn, v, dtype)
+    for atom, v in zip(eqn.invars, values, strict=True)
+  ]
+  # Parameters that name the traced dtype change only if the operation changes its dtype.
+  was_float32 = FLOAT32 in map(dtype_of, eqn.invars)
+  is_retyped = any(v is not None for v in values) and was_float32 != (dtype == FLOAT32)
+  params = retype(eqn, dtype) if is_retyped else None
+  kinds = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
+  rewriter.write_rounding(eqn, operands, kinds, low, params)
+  # `Rewriter.cast` repeats the equation of a broadcast number in another dtype.
+  for var in eqn.outvars:
+    if var in rewriter.values and rewriter.values[var].producer is None:
+      rewriter.values[var].producer = rewriter.eqns[-1]
+  return None
 
 
-def _low_dtype(eqn: JaxprEqn, compute_dtype: DType) -> DType:
-  """Returns the compute dtype, or the dtype to which the user has cast an operand."""
-  chosen = [aval_of(v).dtype for v in eqn.invars if dtype_of(v) in HALVES]
-  return chosen[-1] if chosen else compute_dtype
+def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
+  """Writes an operation as it was traced; linear algebra of an activation warns."""
+  kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
+  rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
+  in_policy = rewriter.scope_policy(eqn).compute_dtype is not None
+  if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
+    rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
+  rewriter.write_as_traced(eqn, inners)
 
 
-# Casts, and ends of layers and policies.
-
-
-def _end(rewriter: Rewriter, eqn: JaxprEqn, scope_policy: ScopePolicy, dtype: DType) -> None:
+def _end(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Casts the result of a policy for all consumers, or rounds the result of a layer."""
   (atom,), (var,) = eqn.invars, eqn.outvars
-  value = rewriter.value(atom)
-  if value is None:
+  scope_policy, value = rewriter.scope_policy(eqn), rewriter.value(atom)
+  dtype = scope_policy.ends
+  if value is None or dtype is None:
     return rewriter.write_as_traced(eqn)
   # No equation is written for the mark: the result is the operand, or its cast.
   if scope_policy.ends_policy:
@@ -116,6 +139,7 @@ def _end(rewriter: Rewriter, eqn: JaxprEqn, scope_policy: ScopePolicy, dtype: DT
   else:
     rounded = rewriter.cast(value, dtype, eqn)
     rewriter.values[var] = FloatValue(rounded, Kind(Role.ACTIVATION, dtype))
+  return None
 
 
 def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -150,48 +174,19 @@ def _cast(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   return None
 
 
-def _passes_on(eqn: JaxprEqn, part: str) -> bool:
-  """Whether each result belongs to one operand, as in a sort with several operands."""
-  has_one_each = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
-  return has_one_each and part in ("promote", "keep")
+# The dtype of all other operations.
 
 
-def _passed_on(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> None:
-  """Writes an equation whose results have the kinds of the operands."""
-  kinds = [v and v.kind._replace(variable=_variable(v)) for v in values]
-  atoms = [atom if v is None else v.atom for atom, v in zip(eqn.invars, values, strict=True)]
-  rewriter.write(eqn, atoms, kinds)
-
-
-def _variable(value: FloatValue) -> DType | None:
-  """Returns the dtype of the variable of a value, if that differs from its kind."""
-  return FLOAT32 if value.is_low_in_float32 else None
-
-
-# Operations as they were traced, such as linear algebra.
-
-
-def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
-  """Writes an operation as it was traced; linear algebra of an activation warns."""
-  kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
-  rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.scope_policy(eqn).compute_dtype is not None
-  if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
-    warn_of_linear_algebra(rewriter, eqn, [eqn.primitive.name])
-  rewriter.write_as_traced(eqn, inners)
-
-
-# All other operations.
-
-
-def _anything_else(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> Kind:
-  """Returns the kind of the results of an operation in the parts `promote` and `keep`."""
-  kind = _kind(eqn, values)
-  kinds = [v.kind for v in values if v is not None]
-  if kind.dtype == FLOAT32 or not fits(kinds, low) or _is_widened(rewriter, eqn, values):
-    return kind._replace(dtype=FLOAT32)
-  variable = FLOAT32 if _runs_in_float32_variables(rewriter, eqn, values) else None
-  return kind._replace(dtype=low, variable=variable)
+def _kind(eqn: JaxprEqn, values: Operands) -> Kind:
+  """Returns the kind of the results of an operation by its operands alone."""
+  floats = [v for v in values if v is not None]
+  if not floats:  # Such as the absolute value of a complex number.
+    return Kind(Role.INPUT, FLOAT32)
+  kind = joined(*(v.kind for v in floats))
+  if kind.role < Role.INPUT:
+    kind = kind._replace(numbers=numbers_of_result(eqn, [v.kind.numbers for v in floats]))
+  # A moved or scaled weight is still a weight.
+  return kind._replace(weight=kind.weight and (facts_of(eqn).moves or kind.role == Role.PARAMETER))
 
 
 def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
@@ -210,41 +205,6 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
   if facts_of(eqn).folds is not operator.add or has_number:
     return bool(flags & (Flag.FLOAT32 | Flag.SUM))
   return bool(flags & Flag.FLOAT32) and not adds_arrays(eqn)
-
-
-def _kind(eqn: JaxprEqn, values: Operands) -> Kind:
-  """Returns the kind of the results of an operation by its operands alone."""
-  floats = [v for v in values if v is not None]
-  if not floats:  # Such as the absolute value of a complex number.
-    return Kind(Role.INPUT, FLOAT32)
-  kind = joined(*(v.kind for v in floats))
-  if kind.role < Role.INPUT:
-    kind = kind._replace(numbers=numbers_of_result(eqn, [v.kind.numbers for v in floats]))
-  # A moved or scaled weight is still a weight.
-  return kind._replace(weight=kind.weight and (facts_of(eqn).moves or kind.role == Role.PARAMETER))
-
-
-# Writing operations.
-
-
-def _write(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, kind: Kind, low: DType) -> None:
-  """Writes an operation in the dtype of its results."""
-  dtype = kind.variable or kind.dtype
-  operands = [
-    atom if v is None else _operand(rewriter, eqn, v, dtype)
-    for atom, v in zip(eqn.invars, values, strict=True)
-  ]
-  kinds = [kind if dtype_of(v) in FLOATS else None for v in eqn.outvars]
-  # Parameters that name the traced dtype change only if the operation changes its dtype.
-  was_float32 = FLOAT32 in map(dtype_of, eqn.invars)
-  is_float32 = dtype == FLOAT32
-  is_retyped = any(v is not None for v in values) and was_float32 != is_float32
-  params = retype(eqn, dtype) if is_retyped else None
-  rewriter.write_rounding(eqn, operands, kinds, low, params)
-  # `Rewriter.cast` repeats the equation of a broadcast number in another dtype.
-  for var in eqn.outvars:
-    if var in rewriter.values and rewriter.values[var].producer is None:
-      rewriter.values[var].producer = rewriter.eqns[-1]
 
 
 def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
@@ -271,21 +231,17 @@ def _runs_in_float32_variables(rewriter: Rewriter, eqn: JaxprEqn, values: Operan
   return (facts.exact or facts.tests) and bool(floats) and all(v.is_low_in_float32 for v in floats)
 
 
+# Broadcast operands.
+
+
 def _operand(rewriter: Rewriter, eqn: JaxprEqn, value: FloatValue, dtype: DType) -> Atom:
-  """Returns an operand in `dtype`, after broadcasting it in float32 if the operation would."""
-  repeats = facts_of(eqn).gradient in ("added", "multiplied")
-  if (
-    repeats
-    and dtype != FLOAT32
-    and value.kind.role != Role.NUMBER
-    and shape_of(value.atom) != shape_of(eqn.outvars[0])
-  ):
-    return _repeated(rewriter, value, dtype, eqn)
-  return rewriter.cast(value, dtype, eqn)
+  """Returns an operand in `dtype`, after broadcasting it in float32 if the operation would.
 
-
-def _repeated(rewriter: Rewriter, value: FloatValue, dtype: DType, eqn: JaxprEqn) -> Atom:
-  """Returns an operand broadcast in float32, so that its gradients are summed in float32."""
+  Its gradients are then summed in float32.
+  """
+  repeats = facts_of(eqn).gradient in ("added", "multiplied") and value.kind.role != Role.NUMBER
+  if dtype == FLOAT32 or not repeats or shape_of(value.atom) == shape_of(eqn.outvars[0]):
+    return rewriter.cast(value, dtype, eqn)
   wide = rewriter.cast(value, FLOAT32, eqn)
   aval, out, sharding = aval_of(wide), aval_of(eqn.outvars[0]), None
   new = aval.update(shape=out.shape)

@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
 
-from mpjax._autocast.scopes import ScopePolicies
-from mpjax._autocast.settings import Scope, Settings
+from mpjax._autocast.scopes import Scope, ScopePolicies, Settings
 from mpjax._core.types import HALVES
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.op_lists import part_of

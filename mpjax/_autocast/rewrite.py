@@ -5,24 +5,19 @@ from collections.abc import Callable, Mapping
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mpjax._autocast.activations import (
-  Activation,
-  activations_of,
-  is_one_equation,
-  write_activation,
-)
+from mpjax._autocast.activations import activations_of, is_one_equation, write_activation
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
-from mpjax._autocast.kinds import Kind, Kinds
+from mpjax._autocast.kinds import Kinds
 from mpjax._autocast.operations import as_traced, operation
 from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
-from mpjax._autocast.settings import Scope, Settings
+from mpjax._autocast.scopes import Scope, Settings
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import AS_TRACED, Holds, facts_of, is_higher_order
-from mpjax._jaxpr.reader import Atom, inner_jaxprs
+from mpjax._jaxpr.reader import inner_jaxprs
 
 
 @cached_per_jaxpr  # The same function called twice is rewritten once, and compiled once.
@@ -46,42 +41,48 @@ def rewrite(
   rewriter = Rewriter(jaxpr, settings, scope, flags, origins, rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
-  _write_equations(rewriter, jaxpr, activations_of(jaxpr, settings.ops))
-  results, kinds = _results(rewriter, jaxpr, outs)
-  # Constants keep their variables, since they keep their dtypes.
-  invars = variables[len(jaxpr.constvars) :]
-  new = with_equations(jaxpr, rewriter.shown(), invars=invars, outvars=results)
-  closed = None if new.constvars else ClosedJaxpr(new, ())
-  return Rewritten(new, kinds, closed, tuple(rewriter.linear_algebra))
 
-
-def _write_equations(rewriter: Rewriter, jaxpr: Jaxpr, functions: Mapping[int, Activation]) -> None:
-  """Writes the equations in order; `functions` are activation functions by their ends."""
-  ends: dict[int, list[int]] = {}  # of the functions that begin at each position
+  # Activation functions with powers, by the positions at which they end and begin.
+  functions = activations_of(jaxpr, settings.ops)
+  begun: dict[int, list[int]] = {}
   for end, function in functions.items():
-    ends.setdefault(min(function.positions), []).append(end)
-  # Positions inside of functions, which are written as one equation where they end.
-  done: set[int] = set()
+    begun.setdefault(min(function.positions), []).append(end)
+  # Positions inside of functions that are written as one equation where they end.
+  inside: set[int] = set()
   for position, eqn in enumerate(jaxpr.eqns):
-    for end in ends.get(position, ()):
+    for end in begun.get(position, ()):
       if is_one_equation(rewriter, functions[end]):
-        done |= functions[end].positions
+        inside |= functions[end].positions
     if is_higher_order(eqn):
-      _higher_order(rewriter, eqn)
-    elif position not in done:
+      write = _WRITERS.get(facts_of(eqn).holds)
+      inners = None if write is None else inner_jaxprs(eqn)
+      if write is None or inners is None:
+        rewriter.write_as_traced(eqn, None)
+      else:
+        write(rewriter, eqn, inners)
+    elif position not in inside:
       operation(rewriter, eqn)
     elif position in functions:
       write_activation(rewriter, functions[position])
 
-
-def _higher_order(rewriter: Rewriter, eqn: JaxprEqn) -> None:
-  """Writes an equation that holds jaxprs, as it was traced if it cannot be entered."""
-  write = _WRITERS.get(facts_of(eqn).holds)
-  inners = inner_jaxprs(eqn) if write is not None else None
-  if write is None or inners is None:
-    rewriter.write_as_traced(eqn, None)
-  else:
-    write(rewriter, eqn, inners)
+  results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
+  last = jaxpr.eqns[-1] if jaxpr.eqns else None
+  for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
+    value, kind = rewriter.value(atom), kinds[i]
+    if value is None or kind is None:
+      continue
+    results[i] = rewriter.cast(value, dtype or kind.dtype, last)
+    # A cast to float32 changes no value: the kind stays in low precision, in a float32 variable. A
+    # cast to low precision rounds, so consumers see that dtype.
+    if dtype == FLOAT32 and kind.is_low:
+      kinds[i] = kind._replace(variable=FLOAT32)
+    elif dtype is not None:
+      kinds[i] = kind._replace(dtype=dtype)
+  # Constants keep their variables, since they keep their dtypes.
+  invars = variables[len(jaxpr.constvars) :]
+  new = with_equations(jaxpr, rewriter.shown(), invars=invars, outvars=results)
+  closed = None if new.constvars else ClosedJaxpr(new, ())
+  return Rewritten(new, tuple(kinds), closed, tuple(rewriter.linear_algebra))
 
 
 _WRITERS: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, Inners], None]] = {
@@ -91,26 +92,4 @@ _WRITERS: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, Inners], None]] = 
   **dict.fromkeys((Holds.SCAN, Holds.WHILE), loop),
   **dict.fromkeys(AS_TRACED, as_traced),
 }
-
-
-def _results(
-  rewriter: Rewriter, jaxpr: Jaxpr, outs: tuple[DType | None, ...]
-) -> tuple[list[Atom], Kinds]:
-  """Returns the results of a jaxpr, cast to the requested dtypes, and their kinds."""
-  last = jaxpr.eqns[-1] if jaxpr.eqns else None
-  results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
-  for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
-    value, kind = rewriter.value(atom), kinds[i]
-    if value is not None and kind is not None:
-      results[i] = rewriter.cast(value, dtype or kind.dtype, last)
-      kinds[i] = _kind_in(kind, dtype)
-  return results, tuple(kinds)
-
-
-def _kind_in(kind: Kind, dtype: DType | None) -> Kind:
-  """Returns the kind of a value that is cast to a requested dtype."""
-  if dtype is None or dtype == kind.dtype:
-    return kind
-  # A cast to float32 changes no value: the kind stays in low precision, in a float32 variable.
-  # A cast to low precision rounds, so consumers see that dtype.
-  return kind._replace(variable=FLOAT32) if dtype == FLOAT32 else kind._replace(dtype=dtype)
+"""The function that writes an equation, by how it holds jaxprs."""

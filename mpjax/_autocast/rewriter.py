@@ -1,31 +1,24 @@
 """Write the equations of a jaxpr in other dtypes, without running them."""
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import copy_p
+from jax.extend.core.primitives import broadcast_in_dim_p, copy_p
 
 from mpjax._autocast.consumers import Flag, flags_of, terms_of
-from mpjax._autocast.kinds import (
-  FLOATS,
-  Kind,
-  Kinds,
-  Role,
-  kind_of_constant,
-  kind_of_input,
-)
+from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_input
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
 from mpjax._autocast.origins import Origins, origins_of
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
-from mpjax._autocast.scopes import REGION, shown_region
-from mpjax._autocast.settings import Scope, Settings
-from mpjax._autocast.values import FloatValue
-from mpjax._core.types import FLOAT32, DType
+from mpjax._autocast.scopes import REGION, Scope, Settings, shown_region
+from mpjax._core.types import FLOAT32, FLOATS, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
-from mpjax._jaxpr.locations import NOT_IN, PREFIX, Source
+from mpjax._jaxpr.locations import PREFIX, Source, location
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import AS_TRACED, facts_of
 from mpjax._jaxpr.reader import (
@@ -39,10 +32,45 @@ from mpjax._jaxpr.reader import (
   is_object,
   literal_as,
   retyped,
+  shape_of,
   warn_not_entered,
   with_each,
 )
 from mpjax._policy.active import AUDIT
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class FloatValue:
+  """A floating value, and its variable in the jaxpr that is being written."""
+
+  # The variable or the literal. It may be float32 while the value is in low precision.
+  atom: Atom
+  kind: Kind  # its role and dtype
+  # The equation that returns it; None for arguments, constants and literals.
+  producer: JaxprEqn | None = None
+  uncast: Atom | None = None  # the variable before the cast, if the function has cast a parameter
+  # Its variables in other dtypes, which consumers share.
+  casts: dict[DType, Atom] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_low_in_float32(self) -> bool:
+    """Whether it is a low-precision value in a float32 variable."""
+    return self.kind.is_low and aval_of(self.atom).dtype == FLOAT32
+
+  @property
+  def number(self) -> float | None:
+    """The number of a literal or of a broadcast literal; None for other values."""
+    # If a value is not known entirely, None is one of its numbers.
+    number, *others = self.kind.numbers
+    if others:
+      return None
+    # `Rewriter.cast` writes the number again in another dtype. It can do so for a literal and for a
+    # broadcast scalar.
+    if self.producer is not None and self.producer.primitive is broadcast_in_dim_p:
+      is_scalar = not shape_of(self.producer.invars[0])
+    else:
+      is_scalar = is_number(self.atom)
+    return number if is_scalar else None
 
 
 class Rewritten(NamedTuple):
@@ -55,6 +83,13 @@ class Rewritten(NamedTuple):
 
 
 Rewrite: TypeAlias = Callable[..., Rewritten]
+
+LINEAR_ALGEBRA = (
+  "mpjax: {names} takes the result of low-precision matmuls, and linear algebra multiplies their "
+  "rounding by the condition number of the matrix. Compute the matmuls before it in float32: wrap "
+  "the function that holds them and this line in mpjax.full_precision(fn)."
+)
+"""The warning of linear algebra that takes a rounded activation."""
 
 
 class Rewriter:
@@ -174,7 +209,9 @@ class Rewriter:
       self.eqns.append(value.producer.replace(invars=invars, outvars=[var]))
     else:
       self.write_cast(value.atom, var, eqn)
-    if value.is_cast_once:
+    # Parameters and inputs are cast at each use, so that their gradients are summed in float32. All
+    # consumers of another value share one cast.
+    if value.kind.role not in (Role.PARAMETER, Role.INPUT):
       value.casts[dtype] = var
     return var
 
@@ -213,7 +250,12 @@ class Rewriter:
     pairs = zip(eqn.outvars, kinds, strict=True)
     outs = [v if kind is None else self.define(v, kind) for v, kind in pairs]
     # Only here the dtypes of the operands are known, on which an algorithm depends.
-    params = self.precise(eqn, eqn.params if params is None else params, map(dtype_of, operands))
+    params = in_precision(
+      eqn.primitive,
+      eqn.params if params is None else params,
+      map(dtype_of, operands),
+      self.scope_policy(eqn).asked,
+    )
     self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
 
   def write_rounding(
@@ -248,13 +290,18 @@ class Rewriter:
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
-    if role is None:
-      role = Role.INPUT if scope_policy.as_written else self._role_of_operands(eqn)
+    of_operands = [kind for kind in map(self.kind, eqn.invars) if kind is not None]
+    if role is None and scope_policy.as_written:
+      role = Role.INPUT
+    elif role is None:
+      alone = Role.NUMBER if facts_of(eqn).draws else Role.INPUT
+      role = max((kind.role for kind in of_operands), default=alone)
     # A result in low precision is an activation, since the user's code has chosen its dtype.
     low = Role.NUMBER if role == Role.NUMBER else Role.ACTIVATION
     kinds: dict[DType | None, Kind] = {dtype: Kind(low, dtype) for dtype in FLOATS}
-    each = [kind.numbers for kind in map(self.kind, eqn.invars) if kind is not None]
-    numbers = numbers_of_result(eqn, each) if role < Role.INPUT else UNKNOWN
+    numbers = UNKNOWN
+    if role < Role.INPUT:
+      numbers = numbers_of_result(eqn, [kind.numbers for kind in of_operands])
     kinds[FLOAT32] = Kind(role, FLOAT32, numbers=numbers)
     # A policy keeps the jaxprs of a linear solve in float32, so their matmuls get the precision of
     # the scope. In kernels, which are the user's code, only JAX's setting applies.
@@ -263,24 +310,22 @@ class Rewriter:
     params = with_each(eqn, lambda each: with_precision(each, asked) or each)
     self.write(eqn, operands, [kinds.get(dtype_of(v)) for v in eqn.outvars], params)
 
-  def _role_of_operands(self, eqn: JaxprEqn) -> Role:
-    """Returns the largest role of the operands; without floating operands, number or input."""
-    roles = [kind.role for kind in map(self.kind, eqn.invars) if kind is not None]
-    alone = Role.NUMBER if facts_of(eqn).draws else Role.INPUT
-    return max(roles, default=alone)
+  def warn_of_linear_algebra(self, eqn: JaxprEqn, names: Collection[str]) -> None:
+    """Warns at the user's line that linear algebra takes a rounded activation.
 
-  def precise(
-    self, eqn: JaxprEqn, params: ParamsDict, dtypes: Iterable[DType | None]
-  ) -> ParamsDict:
-    """Returns parameters with the precision of the scope, if a matmul has none."""
-    return in_precision(eqn.primitive, params, dtypes, self.scope_policy(eqn).asked)
-
-  # Names for audits and profiles.
-
-  def explained(self, eqn: JaxprEqn, precision: str, reason: str) -> JaxprEqn:
-    """Returns a matmul whose name stack tells an audit why it is not in a precision."""
-    names = with_scope(eqn.source_info.name_stack, NOT_IN[precision] + reason)
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+    Equations inside jitted functions of JAX, such as `jnp.linalg.solve`, have no line. Their names
+    are therefore kept until the equation of a call has a line.
+    """
+    where = location(eqn)
+    # A backward or recomputed operation has the line of a forward one, which has warned.
+    if where.direction != "forward":
+      return
+    if where.source is None:
+      self.linear_algebra.update(dict.fromkeys(names))
+    elif names and where.source not in self.warned:
+      self.warned.add(where.source)
+      text = LINEAR_ALGEBRA.format(names=", ".join(names))
+      warnings.warn_explicit(text, UserWarning, where.source.file, where.source.line)
 
   def shown(self) -> list[JaxprEqn]:
     """Returns the written equations without marks, except the marks for an audit."""

@@ -1,33 +1,51 @@
-"""Marks in the named scopes of equations, and the policy of each scope.
+"""Settings of the rewriter, marks in the named scopes of equations, and the policy of each scope.
 
 A mark is a named scope that mpjax sets. It names the policy of a region of a jaxpr, or the end of a
 layer or a policy. It passes through `jit`, `scan`, `grad` and `vmap` with the operations. Rewriting
 a jaxpr removes it.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mpjax._autocast.kinds import FLOATS
 from mpjax._autocast.precision import Asked
-from mpjax._autocast.settings import Scope, Settings
 from mpjax._core.trees import mapped
-from mpjax._core.types import FLOAT32, HALVES, DType, PyTree
+from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType, PyTree
 from mpjax._jaxpr.compat import NameStack, scopes_of
 from mpjax._jaxpr.locations import PREFIX, path_of
+from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import FULL_PRECISION
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, with_enclosing
 
-REGION, POLICY_ENDS, LAYER_ENDS = (
-  PREFIX + name for name in ("region=", "policy-ends=", "layer-ends=")
-)
-AS_GIVEN, TABLE = (PREFIX + name for name in ("as-given", "table"))
+Scope: TypeAlias = tuple[str, ...]
+"""The names of `jax.named_scope`s, from the outermost to the innermost."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """The settings of a rewriting; part of the cache key of the rewritten jaxpr."""
+
+  policy: Policy  # if no rule and no mark of a module gives another one
+  ops: OpLists  # the list of each primitive
+  rules: tuple[Rule, ...] = ()  # of `autocast`, for named scopes; modules have marks instead
+  in_derivative: bool = False  # in a derivative rule, where no matmul runs in float8
+  # The parameter that `jax_default_matmul_precision` gives a matmul; None if it is unset.
+  default_precision: Any = None
+  # Whether modules of a framework are called. Their parameters are known, so other arguments and
+  # closed-over arrays are inputs. In an `autocast` function these are parameters.
+  modules: bool = False
+
+
+REGION = PREFIX + "region="
+POLICY_ENDS, LAYER_ENDS = PREFIX + "policy-ends=", PREFIX + "layer-ends="
+AS_GIVEN, TABLE = PREFIX + "as-given", PREFIX + "table"
 OWN_DTYPE = PREFIX + "own-dtype="
 """Marks. `locations.py` has more of them.
 

@@ -39,6 +39,9 @@ FLOAT32 = np.dtype("float32")
 HALVES = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 """The floating dtypes of 16 bits, in which mpjax computes."""
 
+FLOATS = HALVES | {FLOAT32}
+"""The floating dtypes whose operations the rewriter may write in another of them."""
+
 HALF_NAMES = tuple(sorted(dtype.name for dtype in HALVES))
 
 

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 import mpjax
 from mpjax._autocast.autocast import with_settings
-from mpjax._autocast.settings import Settings
+from mpjax._autocast.scopes import Settings
 from mpjax._jaxpr.reader import walk
 from tests import programs
 

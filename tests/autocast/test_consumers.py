@@ -9,8 +9,7 @@ from jax import lax
 
 import mpjax
 from mpjax._autocast.consumers import Flag, flags_of, flags_of_result
-from mpjax._autocast.scopes import end_of_layer, end_of_policy
-from mpjax._autocast.settings import Settings
+from mpjax._autocast.scopes import Settings, end_of_layer, end_of_policy
 from mpjax._jaxpr.op_lists import OpLists
 
 X = jnp.ones((8, 8))

@@ -12,7 +12,7 @@ from mpjax._autocast.kinds import (
   kind_of_input,
   kinds_of_constants,
 )
-from mpjax._autocast.settings import Settings
+from mpjax._autocast.scopes import Settings
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._policy.policy import Policy
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import mpjax
 from mpjax._autocast.origins import Origin, has_one_product, origins_inside, origins_of
-from mpjax._autocast.settings import Settings
+from mpjax._autocast.scopes import Settings
 from mpjax._jaxpr.reader import inner_jaxprs
 from tests.autocast.rig import find
 

@@ -9,6 +9,9 @@ import pytest
 from jax import lax
 
 import mpjax
+from mpjax._autocast.kinds import Kind, Role
+from mpjax._autocast.numbers import UNKNOWN
+from mpjax._autocast.rewriter import FloatValue
 from tests import programs
 from tests.autocast.rig import BOTH, jaxpr_under, with_jvp
 from tests.models.values import normal
@@ -225,6 +228,32 @@ def test_the_users_list_wins_both_ways(name, fn, standard, part, edited):
   edit = {name: lambda params: F32} if part == "conditional" else [name]
   for ops, dtype in ((None, standard), (mpjax.OpLists().replace(**{part: edit}), edited)):
     assert operands(both, name, ops, jnp.eye(8)) == {dtype}
+
+
+# Values and their variables.
+
+BFLOAT16, FLOAT32 = np.dtype(jnp.bfloat16), np.dtype("float32")
+FILLED = jax.make_jaxpr(lambda x: lax.broadcast(1.5, (4,)) + x)(jnp.ones(4)).eqns[0]
+
+
+@pytest.mark.parametrize(("dtype", "low"), [(BFLOAT16, True), (FLOAT32, False)])
+def test_a_value_in_low_precision_may_be_in_a_float32_variable(dtype, low):
+  (variable,) = FILLED.outvars
+  assert FloatValue(variable, Kind(Role.ACTIVATION, dtype)).is_low_in_float32 == low
+
+
+def test_the_number_of_a_literal_and_of_an_array_that_is_filled_with_one():
+  number = Kind(Role.NUMBER, FLOAT32, numbers=frozenset({1.5}))
+  literal, (array,) = FILLED.invars[0], FILLED.outvars
+  assert FloatValue(literal, number).number == 1.5
+  assert FloatValue(array, number, producer=FILLED).number == 1.5
+  # It cannot be written in another dtype: it is an array of unknown making, or one of two numbers.
+  assert FloatValue(array, number).number is None
+  assert (
+    FloatValue(array, number._replace(numbers=frozenset({0.0, 1.0})), producer=FILLED).number
+    is None
+  )
+  assert FloatValue(literal, number._replace(numbers=UNKNOWN)).number is None
 
 
 # Locations.

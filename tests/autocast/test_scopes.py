@@ -12,6 +12,7 @@ from mpjax._autocast.scopes import (
   LAYER_ENDS,
   POLICY_ENDS,
   REGION,
+  Settings,
   end_of_layer,
   end_of_policy,
   policy_at,
@@ -19,7 +20,6 @@ from mpjax._autocast.scopes import (
   region_of,
   scope_of,
 )
-from mpjax._autocast.settings import Settings
 from tests import programs
 from tests.autocast.rig import matmuls, rewritten
 from tests.errors import refused
