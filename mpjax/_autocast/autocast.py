@@ -136,8 +136,8 @@ def autocast(
   for of_policy, each in policies:
     allowed = each is None or each.compute_dtype in FLOATS
     check_value(each, allowed, of_policy, expected=expected, fix=fix)
-  of_data, is_list = "mpjax.autocast(data_argnums=...)", isinstance(data_argnums, Sequence)
-  numbers = tuple(data_argnums) if is_list else (data_argnums,)
+  of_data = "mpjax.autocast(data_argnums=...)"
+  numbers = tuple(data_argnums) if isinstance(data_argnums, Sequence) else (data_argnums,)
   fix = "Write data_argnums=(1,) for x in (params, x)."
   for number in numbers:
     check_int(number, of_data, least=0, fix=fix, fix_type=fix)

@@ -30,7 +30,7 @@ from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
-from mpjax._autocast.scopes import Scope, ScopePolicy, Settings, region_of
+from mpjax._autocast.scopes import Scope, ScopePolicy, Settings
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
 from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
@@ -38,7 +38,7 @@ from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import aval_of, dtype_of, function_name, with_inner
-from mpjax._policy.active import ACTIVE, AUTOCAST, Active
+from mpjax._policy.active import ACTIVE, AUTOCAST, Active, Region
 
 # An argument or result of a rule: the dtype that it was traced with, and its kind. References have
 # no dtype, since theirs never changes.
@@ -283,7 +283,7 @@ def _state_at(scope_policy: ScopePolicy) -> Active | None:
     return None
   # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
   # the scope of the equation knows the policy of its module.
-  return dataclasses.replace(state, region=region_of(scope_policy.policy))
+  return dataclasses.replace(state, region=Region(scope_policy.policy))
 
 
 def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:

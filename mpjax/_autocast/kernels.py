@@ -11,7 +11,7 @@ from typing import TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from mpjax._autocast.scopes import AS_IT_IS_IN, OWN_DTYPE, REGION, policy_of, scope_of
+from mpjax._autocast.scopes import OWN_DTYPE, mark_of, scope_of
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import cast_arrays
 from mpjax._core.types import FLOAT32, HALVES, DType, P
@@ -19,7 +19,7 @@ from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import dtype_of, walk
 from mpjax._jaxpr.steps import Step, body_of
-from mpjax._policy.active import ACTIVE, AUTOCAST, Active
+from mpjax._policy.active import ACTIVE, AUTOCAST, Active, Region
 
 R = TypeVar("R")
 
@@ -57,7 +57,8 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
     args, kwargs = cast_arrays((args, kwargs), dtype)
     # Modules inside run as they are, too.
     inside = type(ACTIVE.value or Active())(outside_policies=True, in_low_precision=True)
-    with jax.named_scope(REGION + AS_IT_IS_IN + dtype.name), ACTIVE(inside), AUTOCAST(None):
+    mark = mark_of(Region(None, called_in=dtype))
+    with jax.named_scope(mark), ACTIVE(inside), AUTOCAST(None):
       return fn(*args, **kwargs)
 
   return wrapped
@@ -67,8 +68,9 @@ def _compute_dtype() -> DType | None:
   """Returns the low-precision compute dtype of the code that is being traced; None for none."""
   state = ACTIVE.value
   # Inside modules the innermost region decides. `full_precision` and `low_precision` have none.
-  if state is not None and (state.outside_policies or state.region):
-    policy = None if state.outside_policies else policy_of(state.region)
+  if state is not None and (state.outside_policies or state.region is not None):
+    region = None if state.outside_policies else state.region
+    policy = None if region is None else region.policy
     dtype = None if policy is None else policy.compute_dtype
     return dtype if dtype in HALVES else None
   return AUTOCAST.value

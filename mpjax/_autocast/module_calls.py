@@ -7,7 +7,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,19 @@ from mpjax._autocast.kernels import KernelInFloat32, check_kernels
 from mpjax._autocast.precision import asked_precision, default_precision
 from mpjax._autocast.scopes import (
   AS_GIVEN,
-  AS_IT_IS_IN,
   OWN_DTYPE,
-  REGION,
   TABLE,
   Settings,
   end_of_layer,
   end_of_policy,
-  region_of,
+  mark_of,
 )
 from mpjax._core.errors import REFUSALS, MpjaxError, flax_errors, message
 from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
-from mpjax._policy.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule
+from mpjax._policy.active import ACTIVE, AUDIT, EVERY, Active, AuditedModule, Region
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm, rewrites
 
@@ -146,24 +144,56 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
     state: the state of the first attempt.
     path: the path of the module, for the warning.
   """
-  tracing = _Tracing(state)
-  while tracing.problem is None:
+  # Why the body cannot be traced, for the warning; None if another attempt may succeed.
+  problem: str | None = None
+  # The first error of a function that does not accept its arguments.
+  refusal: Exception | None = None
+  # The line at which each class raised in float32. Names are compared, since a class that the call
+  # itself defines is a new class in each attempt.
+  lines = {cls.__qualname__: "" for cls in state.casting}
+  while problem is None:
     # `ModuleCall` appends the class of each module that an error passes, the innermost first.
     failed: list[Class] = []
     try:
-      next_state = dataclasses.replace(tracing.state, tracing=True, failed=failed)
+      next_state = dataclasses.replace(state, tracing=True, failed=failed)
       return with_own_dtypes(attempt, next_state)
-    except (*_NEEDS_VALUES, *flax_errors(*_CHANGES_OTHERS), NotTraceable, *REFUSALS) as error:
-      tracing.note(error, failed)
-  state = dataclasses.replace(tracing.state, as_python=tracing.state.as_python | {path})
-  outputs = _result_of_python(python, state, tracing.first_refusal)
+    except _NEEDS_VALUES as error:
+      problem = f"needs the values of arrays: {line_of_user(error)}"
+    except flax_errors(*_CHANGES_OTHERS) as error:
+      line = line_of_user(error)
+      problem = f"changes a module or variable that is not among its arguments: {line}"
+    except NotTraceable as error:
+      problem = str(error)
+    except REFUSALS as error:
+      refusal, line = refusal or error, line_of_user(error)
+      name = failed[0].__qualname__ if failed else None
+      if name is not None and name not in lines:
+        # The next attempt calls the class in its compute dtype.
+        lines[name] = line
+        state = dataclasses.replace(state, casting=state.casting | {failed[0]})
+        continue
+      if name is not None and lines[name] == line:
+        # The compute dtype did not help, so the class is called in float32 again.
+        casting = frozenset(cls for cls in state.casting if cls.__qualname__ != name)
+        state = dataclasses.replace(state, casting=casting)
+      # It raises in both dtypes, perhaps because of the tracers.
+      problem = f"raises {type(error).__name__} where it is traced: {line}"
+  state = dataclasses.replace(state, as_python=state.as_python | {path})
+  try:
+    with ACTIVE(state):
+      outputs = python(state)
+  except REFUSALS as error:
+    first = refusal or error
+    if type(error) is type(first):
+      raise
+    raise first from None
   # Python has succeeded, so only now the warning is true.
   where = _WHERE if state.token is None else "mpjax.policy_scope(policy)"
   warnings.warn(
     message(
       f"{where}: {path or 'the root'}",
       expected="a body that can be traced as a jaxpr",
-      got=f"one that {tracing.problem}",
+      got=f"one that {problem}",
       fix="It runs as Python now, and the modules that it calls are rewritten one by one. Write it "
       "with jax.numpy and jax.lax, and return arrays or trees of them.",
     ),
@@ -173,70 +203,44 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   return outputs
 
 
-class _Tracing(Generic[S]):
-  """The attempts to trace a call."""
-
-  def __init__(self, state: S) -> None:
-    self.state = state  # of the next attempt
-    # Why the body cannot be traced, for the warning; None if another attempt may succeed.
-    self.problem: str | None = None
-    # The first error of a function that does not accept its arguments.
-    self.first_refusal: Exception | None = None
-    # The line at which each class raised in float32. Names are compared, since a class that the
-    # call itself defines is a new class in each attempt.
-    self._lines = {cls.__qualname__: "" for cls in state.casting}
-
-  def note(self, error: Exception, failed: list[Class]) -> None:
-    """Notes why an attempt failed, and the class of the innermost module that raised."""
-    self.problem = _problem_of_body(error)
-    if self.problem is None:
-      self._note_refusal(error, failed[0] if failed else None)
-
-  def _note_refusal(self, error: Exception, cls: Class | None) -> None:
-    """Calls the class in its compute dtype next time, or gives up tracing."""
-    self.first_refusal = self.first_refusal or error
-    line = line_of_user(error)
-    if cls is not None and cls.__qualname__ not in self._lines:
-      self._lines[cls.__qualname__] = line
-      self.state = dataclasses.replace(self.state, casting=self.state.casting | {cls})
-      return
-    if cls is not None and self._lines[cls.__qualname__] == line:
-      self._stop_casting(cls.__qualname__)  # The compute dtype did not help.
-    # It raises in both dtypes, perhaps because of the tracers.
-    self.problem = f"raises {type(error).__name__} where it is traced: {line}"
-
-  def _stop_casting(self, name: str) -> None:
-    """Calls the classes of a name in float32 again."""
-    casting = frozenset(cls for cls in self.state.casting if cls.__qualname__ != name)
-    self.state = dataclasses.replace(self.state, casting=casting)
-
-
-def _problem_of_body(error: Exception) -> str | None:
-  """Returns why a body that raised an error cannot be traced; None if another attempt may."""
-  if isinstance(error, _NEEDS_VALUES):
-    return f"needs the values of arrays: {line_of_user(error)}"
-  if isinstance(error, flax_errors(*_CHANGES_OTHERS)):
-    return f"changes a module or variable that is not among its arguments: {line_of_user(error)}"
-  if isinstance(error, NotTraceable):
-    return str(error)
-  return None
-
-
-def _result_of_python(python: Callable[[S], R], state: S, refusal: Exception | None) -> R:
-  """Returns `python(state)`; if it raises another class of error, raises the first refusal."""
-  try:
-    with ACTIVE(state):
-      return python(state)
-  except REFUSALS as error:
-    first = refusal or error
-    if type(error) is type(first):
-      raise
-    raise first from None
-
-
 def array(x: Leaf) -> Leaf:
   """Returns a NumPy array as a JAX array, so that a variable is not a constant of the trace."""
   return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def module_call(
+  module: Module,
+  path: str,
+  resolved: ModulePolicy,
+  state: Active,
+  layers: Layers,
+  *,
+  initializing: bool = False,
+) -> "ModuleCall":
+  """Returns the call of a module. A rule with `rewrite=False` has no effect while initializing."""
+  policy = resolved.policy
+  # Float64 is not rewritten, so the arguments of the module are cast.
+  wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
+  is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
+  # `EVERY` holds `object`: a module around this one is called in the compute dtype.
+  casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
+  region = Region(policy)
+  # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
+  # the highest precision unless one is named, like all matmuls that a policy keeps in float32.
+  if policy is not None and computes_in_half(policy) and isinstance(module, layers.iterates):
+    is_named = policy.precision is not None or default_precision() is not None
+    region = Region(Policy(precision=None if is_named else "highest"))
+  if is_whole and policy is not None:
+    region = Region(None, called_in=policy.compute_dtype)
+  inner = dataclasses.replace(
+    state,
+    around=resolved.inherited(),
+    entered=True,
+    region=region,
+    casting=EVERY if casts else state.casting,
+    keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
+  )
+  return ModuleCall(module, path, resolved, state, inner, layers)
 
 
 class ModuleCall(NamedTuple):
@@ -254,106 +258,96 @@ class ModuleCall(NamedTuple):
 
     `initializing` keeps the module's own `dtype`, in which it may draw its parameters.
     """
-    args, kwargs = self._arguments(args, kwargs)
-    fields = self._fields_to_set(initializing)
-    self._note_in_audit()
-    names = [*self._marks(), *self._mark_of_own_dtype(fields)]
+    module, inner, policy = self.module, self.inner, self.resolved.policy
+    # The fields of the module to set during the call.
+    fields: dict[str, object] = {}
+    is_replaced = False  # whether float32 replaces the module's own `dtype`
+    if policy is not None and self._is_cast:
+      fields = dtype_field(module, policy.compute_dtype, always=True)
+    elif policy is not None:
+      keeps_own = initializing or (inner.keeps_dtypes and computes_in_half(policy))
+      fields = {} if keeps_own else dtype_field(module, FLOAT32, always=False)
+      is_replaced = bool(fields) and computes_in_half(policy)
+    if policy is not None:
+      arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
+      # A real `dtype` would drop the imaginary part of a complex array.
+      is_real = not any(map(jnp.iscomplexobj, arrays))
+      if self._is_cast and not self._is_inside_whole and is_real:
+        args, kwargs = cast_arrays((args, kwargs), policy.compute_dtype)
+      elif policy.compute_dtype == FLOAT32:
+        args, kwargs = map_arrays(low_to_float32, (args, kwargs))
+
+    # The marks of the operations, for the rewriter and an audit.
+    marks: list[str] = []
+    if AUDIT.value is not None:
+      marks.append(MODULE + self.path)
+      own = plain_attribute(module, "dtype")
+      shown = None if own is None else str(getattr(own, "__name__", own))
+      name, norm = type(module).__name__, is_flax_norm(module)
+      rule, hidden = self.resolved.rule, self.resolved.hidden
+      AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
+    around = ACTIVE.value
+    if not inner.tracing:  # Only an audit reads the mark.
+      is_marked = AUDIT.value is not None
+    else:  # The operations inherit the mark of the module around if it names the same policy.
+      is_marked = around is None or around.region != inner.region
+    if is_marked and inner.region is not None:
+      marks.append(mark_of(inner.region))
+    if inner.tracing:  # Only the rewriter reads the other marks.
+      in_format = policy is not None and policy.matmul is not None
+      if in_format and isinstance(module, self.layers.tables):
+        marks.append(TABLE)
+      if isinstance(module, self.layers.as_given):
+        marks.append(AS_GIVEN)
+      if is_replaced:
+        marks.append(OWN_DTYPE + type(module).__qualname__)
+
     with contextlib.ExitStack() as scopes:
-      scopes.enter_context(ACTIVE(self.inner))
-      for name in names:
+      scopes.enter_context(ACTIVE(inner))
+      for name in marks:
         scopes.enter_context(jax.named_scope(name))
-      scopes.enter_context(_set(self.module, fields))
+      scopes.enter_context(_set(module, fields))
       try:
         return method(*args, **kwargs)
       except REFUSALS as error:
-        self._note_error(error)
+        if policy is not None and inner.failed is not None:
+          inner.failed.append(type(module))
+        of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
+        # The error of an abstract method has no text.
+        if policy is not None and of_dtypes and error.args:
+          _note_module(error, self.path, type(module).__name__, str(policy))
         raise
 
-  @property
-  def _is_cast(self) -> bool:
-    """Whether the module is called in its compute dtype, not in float32."""
-    return self.inner.casting == EVERY
-
-  @property
-  def _is_inside_whole(self) -> bool:
-    """Whether a module around it runs as a whole, whose code passes arguments and results."""
-    return self.state.casting == EVERY and self.state.region.startswith(AS_IT_IS_IN)
-
-  def _arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments, cast for the module."""
-    policy, call = self.resolved.policy, (args, kwargs)
-    if policy is None:
-      return call
-    arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
-    # A real `dtype` would drop the imaginary part of a complex array.
-    if self._is_cast and not self._is_inside_whole and not any(map(jnp.iscomplexobj, arrays)):
-      return cast_arrays(call, policy.compute_dtype)
-    if policy.compute_dtype == FLOAT32:
-      return map_arrays(low_to_float32, call)
-    return call
-
-  def _fields_to_set(self, initializing: bool) -> dict[str, object]:
-    """Returns the fields of the module to set during the call."""
+  def result(self, outputs: PyTree) -> PyTree:
+    """Returns the result of the method, or of a step of a generator, in its dtype."""
+    if isinstance(outputs, types.GeneratorType):  # Its body runs later.
+      return self._steps(outputs)
     policy = self.resolved.policy
     if policy is None:
-      return {}
-    if self._is_cast:
-      return dtype_field(self.module, policy.compute_dtype, always=True)
-    if initializing or (self.inner.keeps_dtypes and computes_in_half(policy)):
-      return {}
-    return dtype_field(self.module, FLOAT32, always=False)
+      return outputs
+    # Whether the results are rounded to the compute dtype, as with `dtype=`.
+    is_layer = isinstance(self.module, self.layers.rounded) and self.state.tracing
+    is_rounded = is_layer and computes_in_half(policy) and not self._is_inside_whole
+    dtype = self.output_dtype
+    if dtype is None and self._is_cast:
+      dtype = None if self._is_inside_whole else policy.compute_dtype
+    elif dtype is None and is_rounded:
+      # A layer's `preferred_element_type` is the user's choice.
+      dtype = plain_attribute(self.module, "preferred_element_type")
+    if dtype is None:
+      # Unlike with `dtype=`, a layer in a high precision is not rounded.
+      in_high_precision = asked_precision(plain_attribute(self.module, "precision"))
+      is_rounded = is_rounded and not in_high_precision
+      return end_of_layer(outputs, policy.compute_dtype.name) if is_rounded else outputs
+    # The rewriter casts traced results, unless the whole call is in the compute dtype.
+    is_rewritten, dtype = self.state.tracing and self.state.casting != EVERY, DType(dtype)
 
-  def _note_in_audit(self) -> None:
-    """Notes the module, its policy and its rule, if an audit is running."""
-    if AUDIT.value is None:
-      return
-    own = plain_attribute(self.module, "dtype")
-    shown = None if own is None else str(getattr(own, "__name__", own))
-    name, norm = type(self.module).__name__, is_flax_norm(self.module)
-    policy, rule, hidden = self.resolved.policy, self.resolved.rule, self.resolved.hidden
-    AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
+    def leaf(x: Leaf) -> Leaf:
+      if is_rewritten and isinstance(x, jax.Array):
+        return end_of_policy(x, dtype)
+      return cast_leaf(x, dtype)
 
-  def _marks(self) -> Generator[str]:
-    """Yields the marks of the operations, for the rewriter and an audit."""
-    if AUDIT.value is not None:
-      yield MODULE + self.path
-    if self._marks_region:
-      yield REGION + self.inner.region
-    if not self.inner.tracing:  # Only the rewriter reads the other marks.
-      return
-    policy = self.resolved.policy
-    in_float8 = policy is not None and policy.matmul is not None
-    if in_float8 and isinstance(self.module, self.layers.tables):
-      yield TABLE
-    if isinstance(self.module, self.layers.as_given):
-      yield AS_GIVEN
-
-  def _mark_of_own_dtype(self, fields: dict[str, object]) -> Generator[str]:
-    """Yields the mark of a module whose own `dtype` is replaced by float32."""
-    is_replaced = bool(fields) and not self._is_cast and computes_in_half(self.resolved.policy)
-    if is_replaced and self.inner.tracing:
-      yield OWN_DTYPE + type(self.module).__qualname__
-
-  @property
-  def _marks_region(self) -> bool:
-    """Whether the operations need a mark of the region."""
-    if not self.inner.tracing:  # Only an audit reads the mark.
-      return AUDIT.value is not None
-    # The operations inherit the mark of the module around if it names the same policy.
-    around = ACTIVE.value
-    return around is None or around.region != self.inner.region
-
-  def _note_error(self, error: Exception) -> None:
-    """Notes the class of a module that raised, and adds the policy to an error about dtypes."""
-    policy = self.resolved.policy
-    if policy is None:
-      return
-    if self.inner.failed is not None:
-      self.inner.failed.append(type(self.module))
-    of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
-    # The error of an abstract method has no text.
-    if of_dtypes and error.args:
-      note_module(error, self.path, type(self.module).__name__, str(policy))
+    return map_arrays(leaf, outputs)
 
   @property
   def output_dtype(self) -> DType | None:
@@ -367,52 +361,16 @@ class ModuleCall(NamedTuple):
       return self.resolved.output_dtype
     return policy.output_dtype if self.resolved.begins else None
 
-  def result(self, outputs: PyTree) -> PyTree:
-    """Returns the result of the method, or of a step of a generator, in its dtype."""
-    if isinstance(outputs, types.GeneratorType):  # Its body runs later.
-      return self._steps(outputs)
-    dtype = self._result_dtype
-    if dtype is not None:
-      return self._in_dtype(outputs, DType(dtype))
-    policy = self.resolved.policy
-    if policy is None or not self._is_rounded:
-      return outputs
-    # Unlike with `dtype=`, a layer in a high precision is not rounded.
-    in_high_precision = asked_precision(plain_attribute(self.module, "precision"))
-    return outputs if in_high_precision else end_of_layer(outputs, policy.compute_dtype.name)
+  @property
+  def _is_cast(self) -> bool:
+    """Whether the module is called in its compute dtype, not in float32."""
+    return self.inner.casting == EVERY
 
   @property
-  def _result_dtype(self) -> Any:
-    """The dtype of the results for all consumers; None if it is not fixed."""
-    policy = self.resolved.policy
-    if policy is None:
-      return None
-    if self.output_dtype is not None:
-      return self.output_dtype
-    if self._is_cast:
-      return None if self._is_inside_whole else policy.compute_dtype
-    if self._is_rounded:  # A layer's `preferred_element_type` is the user's choice.
-      return plain_attribute(self.module, "preferred_element_type")
-    return None
-
-  @property
-  def _is_rounded(self) -> bool:
-    """Whether the results are rounded to the compute dtype, as with `dtype=`."""
-    is_layer = isinstance(self.module, self.layers.rounded)
-    in_low = computes_in_half(self.resolved.policy) and not self._is_inside_whole
-    return self.state.tracing and in_low and is_layer
-
-  def _in_dtype(self, outputs: PyTree, dtype: DType) -> PyTree:
-    """Returns results in a dtype: marked for the rewriter, or cast."""
-    # The rewriter casts traced results, unless the whole call is in the compute dtype.
-    is_rewritten = self.state.tracing and self.state.casting != EVERY
-
-    def leaf(x: Leaf) -> Leaf:
-      if is_rewritten and isinstance(x, jax.Array):
-        return end_of_policy(x, dtype)
-      return cast_leaf(x, dtype)
-
-    return map_arrays(leaf, outputs)
+  def _is_inside_whole(self) -> bool:
+    """Whether a module around it runs as a whole, whose code passes arguments and results."""
+    region = self.state.region
+    return self.state.casting == EVERY and region is not None and region.called_in is not None
 
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     """Runs a generator, each step in the region of the module."""
@@ -432,7 +390,7 @@ class ModuleCall(NamedTuple):
 _NOTE = "mpjax: raised inside"
 
 
-def note_module(error: Exception, path: str, name: str, policy: str) -> None:
+def _note_module(error: Exception, path: str, name: str, policy: str) -> None:
   """Adds a note with the innermost module that raised, its policy and remedies to an error."""
   # The error passes all modules around. The innermost one has seen it first.
   if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
@@ -448,41 +406,6 @@ def note_module(error: Exception, path: str, name: str, policy: str) -> None:
   )
   module = f"{path or 'the root'!r} ({name})"
   error.add_note(f"{_NOTE} {module}, which runs under the policy {policy!r}. {advice}")
-
-
-def module_call(
-  module: Module,
-  path: str,
-  resolved: ModulePolicy,
-  state: Active,
-  layers: Layers,
-  *,
-  initializing: bool = False,
-) -> ModuleCall:
-  """Returns the call of a module. A rule with `rewrite=False` has no effect while initializing."""
-  policy = resolved.policy
-  # Float64 is not rewritten, so the arguments of the module are cast.
-  wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
-  is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
-  # `EVERY` holds `object`: a module around this one is called in the compute dtype.
-  casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
-  region = region_of(policy)
-  # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
-  # the highest precision unless one is named, like all matmuls that a policy keeps in float32.
-  if policy is not None and computes_in_half(policy) and isinstance(module, layers.iterates):
-    is_named = policy.precision is not None or default_precision() is not None
-    region = region_of(Policy(precision=None if is_named else "highest"))
-  if is_whole and policy is not None:
-    region = AS_IT_IS_IN + policy.compute_dtype.name
-  inner = dataclasses.replace(
-    state,
-    around=resolved.inherited(),
-    entered=True,
-    region=region,
-    casting=EVERY if casts else state.casting,
-    keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
-  )
-  return ModuleCall(module, path, resolved, state, inner, layers)
 
 
 @contextlib.contextmanager

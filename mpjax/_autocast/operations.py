@@ -59,7 +59,7 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   values = [rewriter.value(atom) for atom in eqn.invars]
   low = scope_policy.compute_dtype
   for dtype in map(dtype_of, eqn.invars):
-    if dtype in HALVES:  # The user has cast an operand.
+    if dtype is not None and dtype in HALVES:  # The user has cast an operand.
       low = dtype
   # The user's lists may have other operations in `half`. Only matmuls have this parameter.
   if part == "half" and "preferred_element_type" in eqn.params:

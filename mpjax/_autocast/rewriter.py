@@ -15,7 +15,7 @@ from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_i
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
 from mpjax._autocast.origins import Origins, origins_of
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
-from mpjax._autocast.scopes import REGION, Scope, Settings, shown_region
+from mpjax._autocast.scopes import Scope, Settings, mark_of
 from mpjax._core.types import FLOAT32, FLOATS, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import PREFIX, Source, location
@@ -337,7 +337,7 @@ class Rewriter:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         if AUDIT.value is not None:
-          names[id(stack)] = with_scope(stack, REGION + shown_region(self.scope_policy(eqn)))
+          names[id(stack)] = with_scope(stack, mark_of(self.scope_policy(eqn).region))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)
       if names[id(stack)] is stack:

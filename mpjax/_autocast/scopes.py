@@ -20,7 +20,7 @@ from mpjax._jaxpr.compat import NameStack, scopes_of
 from mpjax._jaxpr.locations import PREFIX, path_of
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.steps import body_of
-from mpjax._policy.active import FULL_PRECISION
+from mpjax._policy.active import FULL_PRECISION, Region
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, with_enclosing
 
@@ -49,7 +49,7 @@ AS_GIVEN, TABLE = PREFIX + "as-given", PREFIX + "table"
 OWN_DTYPE = PREFIX + "own-dtype="
 """Marks. `locations.py` has more of them.
 
-  REGION: a module and its policy as text, or `AS_IT_IS` if a rule exempts it.
+  REGION: the region of a module, see `mark_of`.
   POLICY_ENDS: the result of a policy, and its dtype.
   LAYER_ENDS: the result of a Flax layer with a `dtype`, and the compute dtype.
   AS_GIVEN: a layer that returns the dtype of its argument, such as dropout.
@@ -57,22 +57,24 @@ OWN_DTYPE = PREFIX + "own-dtype="
   OWN_DTYPE: the class of a module whose own low-precision `dtype` was replaced by float32.
 """
 
-AS_IT_IS = "as-it-is"
-
-AS_IT_IS_IN = f"{AS_IT_IS}-in="
-"""Begins the text of a region that is called in a dtype and not rewritten."""
+_AS_IT_IS = "as-it-is"
+_AS_IT_IS_IN = f"{_AS_IT_IS}-in="
 
 
 @functools.lru_cache(maxsize=1024)
-def region_of(policy: Policy | None) -> str:
-  """Returns the text that marks the region of a policy; None exempts it."""
-  return AS_IT_IS if policy is None else str(policy)
+def mark_of(region: Region) -> str:
+  """Returns the mark of a region, which `region_in` reads."""
+  if region.called_in is not None:
+    return REGION + _AS_IT_IS_IN + region.called_in.name
+  return REGION + (_AS_IT_IS if region.policy is None else str(region.policy))
 
 
 @functools.lru_cache(maxsize=1024)
-def policy_of(region: str) -> Policy | None:
-  """Returns the policy of the text that marks a region."""
-  return None if region.startswith(AS_IT_IS) else Policy.parse(region)
+def region_in(text: str) -> Region:
+  """Returns the region that a mark names; `text` is the mark behind `REGION`."""
+  if text.startswith(_AS_IT_IS_IN):
+    return Region(None, np.dtype(text.removeprefix(_AS_IT_IS_IN)))
+  return Region(None if text == _AS_IT_IS else Policy.parse(text))
 
 
 def end_of_policy(tree: PyTree, dtype: Any) -> PyTree:
@@ -120,7 +122,7 @@ class ScopePolicy(NamedTuple):
   """A scope, with the policy that marks and rules give it."""
 
   scope: Scope  # the names
-  policy: Policy | None  # the policy; None if operations run as they were traced
+  region: Region  # the policy; None if operations run as they were traced
   compute_dtype: DType | None  # the compute dtype of the policy, if it is low precision
   as_written: bool  # whether the user asked for float32 here, so that results are inputs
   as_given: bool  # whether this is a layer such as dropout, which no consumer widens
@@ -130,43 +132,61 @@ class ScopePolicy(NamedTuple):
   # The names that matter for inner jaxprs. Other names would split caches.
   inside: Scope
 
+  @property
+  def policy(self) -> Policy | None:
+    return self.region.policy
+
 
 @functools.lru_cache(maxsize=4096)
 def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
   """Returns the policy of a scope."""
-  region = next((name for name in reversed(scope) if name.startswith(REGION)), None)
-  around = _innermost_policy(scope, region, settings)
+  mark = next((name for name in reversed(scope) if name.startswith(REGION)), None)
+  around = settings.policy
+  if mark is not None:
+    marked = region_in(mark.removeprefix(REGION))
+    around = marked.policy
+  else:
+    marked = None
+    # From the whole scope outwards, so that the innermost scope that matches a rule decides.
+    for depth in range(len(scope), -1, -1) if settings.rules else ():
+      rule = first_match(settings.rules, None, path_of(scope[:depth]))
+      if rule is not None:
+        around = rule.policy
+        break
   full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
-  policy = None if full else around
+  region = Region(None if full else around)
+  # Code that is called in a dtype has no policy, but an audit shows the dtype.
+  if marked is not None and marked.called_in is not None and not full:
+    region = marked
   is_mixed = around is not None and around.compute_dtype in HALVES
   low = is_mixed and not full
   # GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. A low-precision policy keeps a
   # matmul in float32 to protect it, so it asks for the highest precision, unlike a float32 policy.
   # Its own `precision` also applies inside `full_precision`; that of a float32 policy does not.
-  named = around if is_mixed else policy
+  named = around if is_mixed or not full else None
   asked = Asked(None if named is None else named.precision, settings.default_precision, is_mixed)
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.
-  is_exempt = region is None or region.startswith(REGION + AS_IT_IS)
-  ends, ends_policy = _end_at(scope)
+  is_exempt = marked is None or marked.policy is None
+  # `_marked` opens the scope directly around its operation, so its mark is the innermost name.
+  last = scope[-1] if scope else ""
+  is_end = last.startswith((POLICY_ENDS, LAYER_ENDS))
   # Rules match all names of a scope. Without rules only the marks decide, and inner jaxprs in
   # several modules of one policy share their rewriting.
   marks = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
   if settings.rules:
     inside = scope
-  elif region is None:
-    inside = marks
   else:
-    inside = (*marks, region)
+    inside = marks if mark is None else (*marks, mark)
   return ScopePolicy(
     scope=scope,
-    policy=policy,
-    compute_dtype=policy.compute_dtype if policy is not None and low else None,
+    region=region,
+    compute_dtype=around.compute_dtype if around is not None and low else None,
     as_written=full or (not low and is_exempt),
     as_given=AS_GIVEN in scope,
     asked=asked,
-    ends=ends,
-    ends_policy=ends_policy,
+    ends=np.dtype(last.partition("=")[2]) if is_end else None,
+    ends_policy=last.startswith(POLICY_ENDS),
     inside=inside,
   )
 
@@ -184,37 +204,6 @@ class ScopePolicies:
     if id(stack) not in self._by_stack:
       self._by_stack[id(stack)] = stack, policy_at(self.scope + scope_of(stack), self.settings)
     return self._by_stack[id(stack)][1]
-
-
-def shown_region(scope_policy: ScopePolicy) -> str:
-  """Returns the text of a region, as an audit reads it."""
-  innermost = next((name for name in reversed(scope_policy.scope) if name.startswith(REGION)), "")
-  text = innermost.removeprefix(REGION)
-  # Such a region has no policy, but its dtype is known.
-  is_called_in_low = text.startswith(AS_IT_IS_IN) and FULL_PRECISION not in scope_policy.scope
-  return text if is_called_in_low else region_of(scope_policy.policy)
-
-
-def _innermost_policy(scope: Scope, region: str | None, settings: Settings) -> Policy | None:
-  """Returns the policy of the innermost mark, or of the innermost scope that matches a rule."""
-  if region is not None:
-    return policy_of(region.removeprefix(REGION))
-  # From the whole scope outwards, so that the innermost scope that matches decides.
-  for depth in range(len(scope), -1, -1) if settings.rules else ():
-    rule = first_match(settings.rules, None, path_of(scope[:depth]))
-    if rule is not None:
-      return rule.policy
-  return settings.policy
-
-
-def _end_at(scope: Scope) -> tuple[DType | None, bool]:
-  """Returns the dtype in the mark of an end, and whether it is the end of a policy."""
-  # `_marked` opens the scope directly around its operation, so the mark is the innermost name.
-  last = scope[-1] if scope else ""
-  for mark in (POLICY_ENDS, LAYER_ENDS):
-    if last.startswith(mark):
-      return np.dtype(last.removeprefix(mark)), mark == POLICY_ENDS
-  return None, False
 
 
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:

@@ -4,7 +4,7 @@ import collections
 from typing import NamedTuple
 
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import AS_IT_IS_IN, REGION, policy_of
+from mpjax._autocast.scopes import REGION, region_in
 from mpjax._core.errors import MpjaxValueError
 from mpjax._core.types import DType, is_low_precision
 from mpjax._jaxpr.graph import Graph, Operation, Value
@@ -59,7 +59,7 @@ class Expectations:
   def of(self, operation: Operation) -> Expected:
     """Returns the low-precision dtype that is asked for at an operation, or why none is."""
     region = operation.where.marked(REGION)
-    policy = None if region is None else policy_of(region)
+    policy = None if region is None else region_in(region).policy
     reason = self._why_float32(operation, region, policy)
     if reason:
       return Expected(None, reason)
@@ -67,11 +67,10 @@ class Expectations:
 
   def of_kernel(self, operation: Operation) -> DType | None:
     """Returns the low-precision dtype that is asked for at a kernel; None for float32."""
-    region = operation.where.marked(REGION) or ""
+    region = operation.where.marked(REGION)
     # `mpjax.low_precision` and rules with `rewrite=False` run code as written, in that dtype.
-    if region.startswith(AS_IT_IS_IN):
-      return DType(region.removeprefix(AS_IT_IS_IN))
-    return self.of(operation).dtype
+    called_in = None if region is None else region_in(region).called_in
+    return called_in or self.of(operation).dtype
 
   def _why_float32(self, operation: Operation, region: str | None, policy: Policy | None) -> str:
     """Returns why float32 is asked for at an operation; "" if it is not.

@@ -13,7 +13,7 @@ import jax
 
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import low_to_float32, map_arrays
-from mpjax._core.types import Class, P
+from mpjax._core.types import Class, DType, P
 from mpjax._core.wrappers import wraps
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, Rule
@@ -28,6 +28,13 @@ EVERY: frozenset[Class] = frozenset({object})
 """A value of `Active.casting`: modules of all classes are called in their compute dtype."""
 
 
+class Region(NamedTuple):
+  """Some code, by its policy. In a jaxpr, a mark names the region: see `_autocast/scopes.py`."""
+
+  policy: Policy | None  # None if its operations stay as they are
+  called_in: DType | None = None  # without a policy, the dtype in which the code is called
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Active:
   """The active state inside a call. Equal states give equal jaxprs. Linen's has more fields.
@@ -40,7 +47,7 @@ class Active:
   around: ModulePolicy = NO_POLICY
   entered: bool = False  # whether a module has been entered, so that the policy began further out
   tracing: bool = False  # whether the call is traced, and will be rewritten
-  region: str = ""  # the mark on the operations of the module that is called
+  region: Region | None = None  # the region of the module that is called
   # Classes of modules that raise in float32, and are called in their compute dtype. Inside such a
   # module it is `EVERY`.
   casting: frozenset[Class] = frozenset()
@@ -55,7 +62,7 @@ class Active:
   outside_policies: bool = False
   in_low_precision: bool = False  # whether it is inside `mpjax.low_precision`
   # These two are mutable, so they take no part in comparisons.
-  failed: list[Class] | None = dataclasses.field(default=None, compare=False)  # see `_Tracing.note`
+  failed: list[Class] | None = dataclasses.field(default=None, compare=False)  # see `attempts`
   # The scope of `mpjax.policy_scope` that was entered last, or None.
   token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
 

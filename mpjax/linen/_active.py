@@ -7,9 +7,8 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax._autocast.scopes import region_of
 from mpjax._policy import active
-from mpjax._policy.active import ACTIVE, AUDIT, outside_policies
+from mpjax._policy.active import ACTIVE, AUDIT, Region, outside_policies
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax.linen._repeated_call import TracedCall
 
@@ -62,7 +61,7 @@ def begin(config: PolicyConfig, **fields: Any) -> LinenActive:
     around=policy,
     of_root=policy,
     tracing=traced is not None,
-    region=region_of(config.policy) if traced is None else traced.region,
+    region=Region(config.policy) if traced is None else traced.region,
     outside_policies=outside_policies(),
     **fields,
   )

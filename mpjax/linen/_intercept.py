@@ -11,10 +11,9 @@ import flax.linen as nn
 from flax.core import Scope
 
 from mpjax._autocast.module_calls import begins_trace, module_call
-from mpjax._autocast.scopes import region_of
 from mpjax._core.trees import instances_in
 from mpjax._core.types import Args, Function, Kwargs, PyTree, Variables
-from mpjax._policy.active import ACTIVE, outside_policies
+from mpjax._policy.active import ACTIVE, Region, outside_policies
 from mpjax._policy.rules import ModulePolicy, PolicyConfig
 from mpjax.linen import _layers
 from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
@@ -159,7 +158,7 @@ class _MethodCall:
       policy=policy,
       activate=activate,
     )
-    return call.outputs(dataclasses.replace(state, region=region_of(policy)), self.run)
+    return call.outputs(dataclasses.replace(state, region=Region(policy)), self.run)
 
   def run(self, state: LinenActive) -> PyTree:
     """Returns the result of the call, in the region of the module."""

@@ -15,11 +15,11 @@ from flax import nnx
 
 from mpjax._autocast.boundary import Boundary, Inside, NotTraceable
 from mpjax._autocast.module_calls import array, attempts, call_rewritten
-from mpjax._autocast.scopes import end_of_policy, region_of
+from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, DType, Function, Kwargs, Leaf, PyTree
-from mpjax._policy.active import ACTIVE, Active
+from mpjax._policy.active import ACTIVE, Active, Region
 from mpjax.nnx import _layers
 from mpjax.nnx._changes import Models, copy_changes
 from mpjax.nnx._graph import (
@@ -76,7 +76,7 @@ def outermost(call: Function, name: str, module: nnx.Module, args: Args, kwargs:
   def run_as_python(_: Active) -> PyTree:
     return call(module, args, kwargs)
 
-  state = dataclasses.replace(calling_state(), region=region_of(resolved_policy(module).policy))
+  state = dataclasses.replace(calling_state(), region=Region(resolved_policy(module).policy))
   return attempts(rewrite, run_as_python, state, module_path(module))
 
 

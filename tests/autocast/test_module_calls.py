@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax._autocast.module_calls import Layers, attempts, dtype_field, module_call, plain_attribute
-from mpjax._policy.active import EVERY, Active
+from mpjax._policy.active import EVERY, Active, Region
 from mpjax._policy.rules import ModulePolicy
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")
@@ -63,16 +63,16 @@ def test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dt
 def test_a_module_that_iterates_computes_in_float32_and_tells_those_inside_its_policy():
   found = call_in(Active(), Layer(), HALF, iterates=(Layer,)).inner
   # No rounding of its matmuls may add up on a GPU or a TPU either.
-  exact = str(mpjax.Policy(precision="highest"))
+  exact = Region(mpjax.Policy(precision="highest"))
   assert (found.region, found.around.policy, found.entered) == (exact, HALF, True)
-  assert call_in(Active(), Layer(), HALF).inner.region == str(HALF)
-  assert call_in(Active(), Layer(), None, iterates=(Layer,)).inner.region == "as-it-is"
+  assert call_in(Active(), Layer(), HALF).inner.region == Region(HALF)
+  assert call_in(Active(), Layer(), None, iterates=(Layer,)).inner.region == Region(None)
   # A precision that is named is kept.
   high = mpjax.Policy(compute_dtype="bfloat16", precision="high")
   named = call_in(Active(), Layer(), high, iterates=(Layer,)).inner
   with jax.default_matmul_precision("high"):
     by_jax = call_in(Active(), Layer(), HALF, iterates=(Layer,)).inner
-  assert named.region == by_jax.region == str(mpjax.Policy())
+  assert named.region == by_jax.region == Region(mpjax.Policy())
 
 
 def test_where_a_policy_begins_it_says_the_dtype_of_results():

@@ -15,11 +15,12 @@ from mpjax._autocast.scopes import (
   Settings,
   end_of_layer,
   end_of_policy,
+  mark_of,
   policy_at,
-  policy_of,
-  region_of,
+  region_in,
   scope_of,
 )
+from mpjax._policy.active import Region
 from tests import programs
 from tests.autocast.rig import matmuls, rewritten
 from tests.errors import refused
@@ -38,21 +39,24 @@ of_modules = functools.partial(
 )
 
 
-@pytest.mark.parametrize(
-  "policy",
-  [
-    *("mixed_bfloat16", "p=f32,c=f16,o=f32", "float32", "mixed_float8", "c=f32,precision=highest"),
-    "c=bf16,w=f32,precision=BF16_BF16_F32",
-    "c=bf16,precision=high,matmul=float8:row:weight_grad=bfloat16:skip=8x*|4x8",
-    None,
-  ],
+NAMED = (
+  *("mixed_bfloat16", "p=f32,c=f16,o=f32", "float32", "mixed_float8", "c=f32,precision=highest"),
+  "c=bf16,w=f32,precision=BF16_BF16_F32",
+  "c=bf16,precision=high,matmul=float8:row:weight_grad=bfloat16:skip=8x*|4x8",
 )
-def test_a_region_names_its_policy(policy):
-  given = None if policy is None else mpjax.Policy.parse(policy)
-  name = region_of(given)
-  assert policy_of(name) == given
-  (eqn,) = jax.make_jaxpr(jax.named_scope("Net")(lambda x: mark(name)(jnp.sin)(x)))(1.0).eqns
-  assert scope_of(eqn.source_info.name_stack) == ("Net", REGION + name)
+
+
+@pytest.mark.parametrize(
+  "region",
+  [*(Region(mpjax.Policy.parse(name)) for name in NAMED), Region(None), Region(None, BF16)],
+  ids=[*NAMED, "none", "called in bfloat16"],
+)
+def test_a_mark_names_its_region(region):
+  name = mark_of(region)
+  assert region_in(name.removeprefix(REGION)) == region
+  scoped = jax.named_scope("Net")(jax.named_scope(name)(jnp.sin))
+  (eqn,) = jax.make_jaxpr(scoped)(1.0).eqns
+  assert scope_of(eqn.source_info.name_stack) == ("Net", name)
 
 
 EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"

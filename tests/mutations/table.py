@@ -318,11 +318,11 @@ mpjax/_core/trees.py::is_floating
 - jnp.issubdtype(x.dtype, jnp.floating)
 + np.issubdtype(x.dtype, np.floating)
 
-mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
+mpjax/_autocast/module_calls.py::ModuleCall.run
 
 37 a module that is traced is told the compute dtype, and rounds what operations decide
-- dtype_field(self.module, FLOAT32, always=False)
-+ dtype_field(self.module, policy.compute_dtype, always=True)
+- dtype_field(module, FLOAT32, always=False)
++ dtype_field(module, policy.compute_dtype, always=True)
 ::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype
 
 mpjax/linen/_intercept.py::_MethodCall.run
@@ -877,22 +877,22 @@ tests/autocast/test_control_flow.py::test_a_tangent_that_varies_over_fewer_axes_
 mpjax/_autocast/kernels.py::low_precision
 
 118 the code of low_precision is rewritten
-- jax.named_scope(REGION + AS_IT_IS_IN + dtype.name)
+- jax.named_scope(mark)
 + jax.named_scope("region")
 ::test_low_precision_leaves_what_is_inside_as_it_is_written
 
 mpjax/_autocast/kernels.py::_compute_dtype
 
 119 low_precision in a module takes the dtype of no policy
-- state is not None and (state.outside_policies or state.region)
+- state is not None and (state.outside_policies or state.region is not None)
 + False
 ::test_low_precision_in_modules_takes_the_dtype_of_their_policy
 
-mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
+mpjax/_autocast/module_calls.py::ModuleCall.run
 
 120 a float32 rule gives a kernel the own dtype of its module
-- self.inner.keeps_dtypes and computes_in_half(policy)
-+ self.inner.keeps_dtypes
+- inner.keeps_dtypes and computes_in_half(policy)
++ inner.keeps_dtypes
 tests/autocast/test_kernels.py::test_a_float32_rule_runs_the_kernel_in_float32
 
 mpjax/_autocast/module_calls.py::module_call

@@ -10,7 +10,7 @@ from jax.lax import Precision
 
 from mpjax._autocast.matmuls import OF_INPUTS
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import REGION, policy_of
+from mpjax._autocast.scopes import REGION, region_in
 from mpjax._core.errors import check_call
 from mpjax._core.types import FLOAT32, Args, Function, Kwargs, Leaf, P, is_low_precision
 from mpjax._diagnose.audit.collectives import compiled_collectives
@@ -201,7 +201,7 @@ def _notes(
 def _cure_of_kept(matmul: Operation, reason: str) -> str:
   """Returns the sentence that makes a matmul faster, which a policy keeps in float32."""
   region = matmul.where.marked(REGION)
-  policy = None if region is None else policy_of(region)
+  policy = None if region is None else region_in(region).policy
   # A matmul of few products, as of coordinates, loses detail and gains no speed.
   if policy is not None and reason == OF_INPUTS and not sums_few_products(matmul.eqn):
     return f"If they need no float32, cast them: x.astype(jnp.{policy.compute_dtype.name})."
