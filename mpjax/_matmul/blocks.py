@@ -1,23 +1,25 @@
-"""The recipes of formats with scales in blocks along the summed axis: MXFP8, NVFP4, float8.
+"""MXFP8 and NVFP4: their options, and the recipe of all formats with scales in blocks.
 
-An operand is a stack of matrices `(batch, rows, summed)`. Each matmul has blocks along its own sum,
-so the forward and the backward pass cast an operand separately. Float8 in blocks has scales that
-are powers of two. Its operands have the format of MXFP8, with one scale for neighbouring blocks.
+Blocks lie along the summed axis. An operand is a stack of matrices `(batch, rows, summed)`. Each
+matmul has blocks along its own sum, so the forward and the backward pass cast an operand
+separately. Float8 in blocks has scales that are powers of two. Its operands have the format of
+MXFP8, with one scale for neighbouring blocks.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, merge_axes, split_axes
-from mpjax._matmul.float8 import rounded_up, with_largest
+from mpjax._matmul.float8 import Float8, rounded_up, with_largest
+from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
-from mpjax._policy.formats import MXFP8, NVFP4, Float8, format_name, why_not, why_not_gradient
 
 # The least scale. The reciprocal of a smaller one may overflow float32.
 _TINY = np.finfo(np.float32).tiny
@@ -31,29 +33,98 @@ _LEAST_OF_TENSOR = _TINY / _LEAST_SCALE
 """Its product with the least scale is a normal number. A CPU flushes subnormal numbers to 0."""
 
 
+@check_init("Write mpjax.MXFP8() or mpjax.MXFP8(skip=((4096, 1024),)).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8(Format):
+  """Multiply in MXFP8: `mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.MXFP8())`.
+
+  Each 32 elements along the summed axis share a scale, which is a power of two. Elements are e4m3,
+  those of gradients too. Blackwell GPUs multiply the format; elsewhere it is emulated.
+
+  Args:
+    input_grad: the format in which gradients of activations are multiplied: "mxfp8", or "half" (or
+      its name) for the compute dtype of the policy.
+    weight_grad: the same for gradients of weights. Their result is float32 either way.
+    skip: sizes (K, N) up to which matmuls stay in the compute dtype, as for `mpjax.Float8`. By
+      default no size is too small.
+
+  Raises:
+    MpjaxValueError: an unknown format of gradients, or a skip that is not pairs of sizes.
+
+  >>> import mpjax
+  >>> print(mpjax.MXFP8(weight_grad="half"))
+  mxfp8:weight_grad=half
+  >>> mpjax.Policy.parse("mixed_mxfp8").matmul == mpjax.MXFP8()
+  True
+  """
+
+  input_grad: Literal["mxfp8", "half", "bfloat16", "float16"] = "mxfp8"
+  weight_grad: Literal["mxfp8", "half", "bfloat16", "float16"] = "mxfp8"
+  skip: Sizes = ()
+
+
+@check_init("Write mpjax.NVFP4() or mpjax.NVFP4(hadamard=False).")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4(Format):
+  """Multiply in NVFP4: `mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.NVFP4())`.
+
+  Each 16 elements along the summed axis share an e4m3 scale, and all share a float32 scale.
+  Elements are e2m1. Blackwell GPUs multiply the format; elsewhere it is emulated. The defaults
+  follow NVIDIA's recipe for pretraining (arXiv:2509.25149). It also keeps about 15 % of the layers
+  in bfloat16, the last ones among them: give these a rule.
+
+  Args:
+    stochastic_rounding: round gradients up or down at random, so that they are right on average.
+      Activations and weights are rounded to nearest.
+    square_weights: let 16 x 16 elements of a weight share an e4m3 scale. The forward pass and the
+      gradient of the activations then multiply by the same numbers.
+    hadamard: multiply both operands of the gradient of a weight by one random 16 x 16 Hadamard
+      matrix, block by block along the summed axis. It spreads outliers and leaves the product as it
+      is.
+    seed: the seed of the random signs and of the random rounding. The bits of a gradient are
+      derived from the seed and from the gradient itself. So a step is a pure function, and needs no
+      key.
+    input_grad: the format in which gradients of activations are multiplied: "nvfp4", or "half" (or
+      its name) for the compute dtype of the policy.
+    weight_grad: the same for gradients of weights. Their result is float32 either way.
+    skip: sizes (K, N) up to which matmuls stay in the compute dtype, as for `mpjax.Float8`. By
+      default no size is too small.
+
+  Raises:
+    MpjaxValueError: an unknown format of gradients, a seed out of range, or a skip that is not
+      pairs of sizes.
+    MpjaxTypeError: a stochastic_rounding, square_weights or hadamard that is not a bool, or a seed
+      that is not an int.
+
+  >>> import mpjax
+  >>> print(mpjax.NVFP4(hadamard=False, seed=7))
+  nvfp4:hadamard=false:seed=7
+  >>> mpjax.Policy.parse("mixed_nvfp4").matmul == mpjax.NVFP4()
+  True
+  """
+
+  stochastic_rounding: bool = True
+  square_weights: bool = True
+  hadamard: bool = True
+  seed: int = 0
+  input_grad: Literal["nvfp4", "half", "bfloat16", "float16"] = "nvfp4"
+  weight_grad: Literal["nvfp4", "half", "bfloat16", "float16"] = "nvfp4"
+  skip: Sizes = ()
+
+
 # The elements of a block along the summed axis.
 _BLOCKS: dict[type[Any], int] = {Float8: 128, MXFP8: 32, NVFP4: 16}
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockRecipe:
+class BlockRecipe(FormatRecipe):
   """A recipe with one scale for each block: see `Recipe` for its methods."""
 
   options: Float8 | MXFP8 | NVFP4
 
   @property
-  def name(self) -> str:
-    return format_name(type(self.options))
-
-  @property
   def block(self) -> int:
     return _BLOCKS[type(self.options)]
-
-  def why_not(self, depth: int, columns: int) -> str | None:
-    return why_not(self.options, depth, columns, multiple=self.block)
-
-  def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
-    return why_not_gradient(self.options, of_weight=of_weight)
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     rows = self.block if self._in_squares(operand) else 1

@@ -1,4 +1,4 @@
-"""The recipe of float8: how operands are scaled and cast, and multiplied.
+"""Float8: its options, and how operands are scaled and cast, and multiplied.
 
 The forward pass multiplies e4m3 by e4m3. The backward pass multiplies incoming gradients in e5m2 by
 the operands that the forward pass has cast. Nothing wider is kept unless `weight_grad` asks for it.
@@ -12,30 +12,65 @@ matmul when Triton compiles it.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E4M3, E5M2
+from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
-from mpjax._policy.formats import Float8, why_not, why_not_gradient
+
+
+@check_init('Write mpjax.Float8() or mpjax.Float8(scaling="row").')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8(Format):
+  """Multiply in float8: `mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8())`.
+
+  Each operand is divided by a scale and cast: to e4m3, gradients to e5m2. The scale maps the
+  largest element to the largest number of the format. There is no state. docs/float8.md lists the
+  matmuls.
+
+  Args:
+    scaling: "tensor" for one scale per operand. "row" is more exact and slower: it has one scale
+      per row of the left operand and per column of the right one. "block" has one scale per 128
+      elements of a row, and per 128 x 128 elements of a weight, as DeepSeek-V3; these scales are
+      powers of two.
+    power_of_two: round scales up to a power of two, so that the division is exact.
+    input_grad: the format in which gradients of activations are multiplied: "float8", or "half" (or
+      its name) for the compute dtype of the policy.
+    weight_grad: the same for gradients of weights. Their result is float32 either way.
+    skip: sizes (K, N) up to which matmuls stay in the compute dtype. K is the length of the sums, N
+      the number of columns of the weight; None in a pair is any size. None instead of pairs takes
+      the thresholds that torchao measured; "block" takes those of "row".
+
+  Raises:
+    MpjaxValueError: an unknown scaling or format of gradients, or a skip that is not pairs of
+      sizes.
+    MpjaxTypeError: a power_of_two that is not a bool.
+
+  >>> import mpjax
+  >>> print(mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(scaling="row")))
+  params=float32,compute=bfloat16,matmul=float8:row
+  >>> mpjax.Policy.parse("mixed_float8").matmul == mpjax.Float8()
+  True
+  """
+
+  scaling: Literal["tensor", "row", "block"] = "tensor"
+  power_of_two: bool = False
+  input_grad: Literal["float8", "half", "bfloat16", "float16"] = "float8"
+  weight_grad: Literal["float8", "half", "bfloat16", "float16"] = "float8"
+  skip: Sizes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Recipe:
-  """The recipe of a `Float8`: see `Recipe` for its methods."""
+class Float8Recipe(FormatRecipe):
+  """The recipe of a `Float8` without blocks: see `Recipe` for its methods."""
 
   options: Float8
-  name = "float8"
-  block = None
-
-  def why_not(self, depth: int, columns: int) -> str | None:
-    return why_not(self.options, depth, columns)
-
-  def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
-    return why_not_gradient(self.options, of_weight=of_weight)
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     axes = operand.summed if self.options.scaling == "row" else None

@@ -1,4 +1,4 @@
-"""The recipe of int8: symmetric, rounded to nearest, with exact sums in int32.
+"""Int8: its options, and its recipe: symmetric, rounded to nearest, with exact sums in int32.
 
 An operand is divided by a scale that maps its largest element to 127. So -128 is not used, and the
 format is symmetric. Qwix maps the largest element to 127.5 and clips. Its steps are smaller by
@@ -12,15 +12,17 @@ own.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType, unsigned_like
+from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
-from mpjax._policy.formats import Int8, why_not, why_not_gradient
 
 LARGEST = 127
 
@@ -30,21 +32,55 @@ LONGEST = (2**31 - 1) // LARGEST**2
 """The longest sum of products that is always in the range of int32: 133144."""
 
 
+@check_init('Write mpjax.Int8() or mpjax.Int8(scaling="tensor").')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(Format):
+  """Multiply in int8: `mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Int8())`.
+
+  Each operand is divided by a scale, which maps its largest element to 127, and rounded to nearest.
+  Sums are exact, in int32. TPUs multiply int8 since v5e, GPUs since Turing. By default only the
+  forward pass is in int8: gradients are those of a matmul in the compute dtype, of operands that
+  are not quantised.
+
+  Args:
+    scaling: "row" for one scale per row of the left operand and per column of the right one.
+      "tensor" for one scale per operand.
+    input_grad: the format in which gradients of activations are multiplied: "half" (or its name)
+      for the compute dtype of the policy, or "int8".
+    weight_grad: the same for gradients of weights. Their result is float32 either way.
+    skip: sizes (K, N) up to which matmuls stay in the compute dtype, as for `mpjax.Float8`. By
+      default no size is too small.
+
+  Raises:
+    MpjaxValueError: an unknown scaling or format of gradients, or a skip that is not pairs of
+      sizes.
+
+  >>> import mpjax
+  >>> print(mpjax.Int8(scaling="tensor", input_grad="int8"))
+  int8:tensor:input_grad=int8
+  >>> mpjax.Policy.parse("mixed_int8").matmul == mpjax.Int8()
+  True
+  """
+
+  scaling: Literal["row", "tensor"] = "row"
+  input_grad: Literal["int8", "half", "bfloat16", "float16"] = "half"
+  weight_grad: Literal["int8", "half", "bfloat16", "float16"] = "half"
+  skip: Sizes = ()
+
+
 @dataclasses.dataclass(frozen=True)
-class Int8Recipe:
+class Int8Recipe(FormatRecipe):
   """The recipe of an `Int8`: see `Recipe` for its methods."""
 
   options: Int8
-  name = "int8"
-  block = None
 
   def why_not(self, depth: int, columns: int) -> str | None:
     if _may_overflow(depth):
       return f"K={depth} products may overflow int32"
-    return why_not(self.options, depth, columns)
+    return super().why_not(depth, columns)
 
   def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
-    reason = why_not_gradient(self.options, of_weight=of_weight)
+    reason = super().why_not_gradient(depth, of_weight=of_weight)
     if reason is None and _may_overflow(depth):
       return f"{depth} products may overflow int32"
     return reason

@@ -18,8 +18,9 @@ from mpjax._core.errors import (
 )
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import HALF_NAMES, DType, DTypeLike, Leaf, PyTree
+from mpjax._matmul.options import format_name
+from mpjax._matmul.recipes import FORMATS, parse_recipe
 from mpjax._policy.dtypes import NAMES, MatmulPrecision, parse_dtype, parse_precision, written
-from mpjax._policy.formats import parse_recipe
 
 _ALL_IN_ONE = ("float32", "float64", *HALF_NAMES)
 
@@ -30,7 +31,7 @@ _PRESETS = {
   "mixed_float16": "params=float32,compute=float16,output=float32",
   **{
     f"mixed_{name}": f"params=float32,compute=bfloat16,output=float32,matmul={name}"
-    for name in ("float8", "mxfp8", "nvfp4", "int8")
+    for name in map(format_name, FORMATS)
   },
 }
 """Presets by name, as `str` writes policies. Mixed ones output float32, as the loss needs it."""

@@ -28,9 +28,9 @@ Rule = Callable[..., Iterator[str]]
 
 RANKS = {
   "_core": 0,  # nothing of ours: errors, trees, leaves, types
-  "_policy": 1,  # policies, rules, dtypes, and which policy is active
-  "_jaxpr": 2,  # reading jaxprs, running them, and the table of primitives
-  "_matmul": 3,  # matmuls with derivative rules, and recipes
+  "_jaxpr": 1,  # reading jaxprs, running them, and the table of primitives
+  "_matmul": 2,  # matmuls with derivative rules, and formats with their recipes
+  "_policy": 3,  # policies, rules, dtypes, and which policy is active
   "_autocast": 4,  # the rewriter that casts
   "_optim": 5,  # the adapter to optax, and the training step
   "_io": 6,  # what goes to files, or is made for inference

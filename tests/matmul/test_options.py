@@ -8,15 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._policy.formats import (
-  MXFP8,
-  NVFP4,
-  Float8,
-  Int8,
-  parse_recipe,
-  why_not,
-  why_not_gradient,
-)
+from mpjax._matmul.blocks import MXFP8, NVFP4
+from mpjax._matmul.float8 import Float8
+from mpjax._matmul.int8 import Int8
+from mpjax._matmul.recipes import FORMATS, parse_recipe, recipe_of
 from tests.errors import refused
 
 WHERE = "mpjax.Policy(matmul=...)"
@@ -77,14 +72,19 @@ def test_a_format_reads_what_it_writes_and_a_policy_keeps_it():
     assert parse_recipe(text, BFLOAT16, WHERE) == recipe
 
 
-@pytest.mark.parametrize("format", [Float8, MXFP8, NVFP4, Int8])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_preset_has_the_defaults_of_its_format(format):
   preset = mpjax.Policy.parse(f"mixed_{format.__name__.lower()}")
   assert preset.matmul == format()
   assert dataclasses.replace(preset, matmul=None) == mpjax.Policy.parse("mixed_bfloat16") != preset
 
 
-@pytest.mark.parametrize("format", [Float8, MXFP8, NVFP4, Int8])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_is_public(format):
+  assert getattr(mpjax, format.__name__) is format
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_formats_are_frozen_and_take_keywords_only(format):
   with pytest.raises(dataclasses.FrozenInstanceError):
     format().skip = ()
@@ -150,7 +150,9 @@ def test_an_option_that_a_format_does_not_have(text):
 
 def test_gradients_are_in_the_format_unless_an_option_says_half():
   def both(options):
-    return [why_not_gradient(options, of_weight=each) is None for each in (False, True)]
+    return [
+      recipe_of(options).why_not_gradient(64, of_weight=each) is None for each in (False, True)
+    ]
 
   for options in (Float8(), MXFP8(), NVFP4(), Int8(input_grad="int8", weight_grad="int8")):
     assert both(options) == [True, True]
@@ -160,13 +162,16 @@ def test_gradients_are_in_the_format_unless_an_option_says_half():
 
 
 def test_sizes_that_a_format_does_not_multiply():
+  def why_not(options, depth, columns):
+    return recipe_of(options).why_not(depth, columns)
+
   assert why_not(Int8(), 16, 16) is None
   assert why_not(Int8(), 24, 16) == "K=24 is no multiple of 16"
-  assert why_not(MXFP8(), 64, 48, multiple=32) == "N=48 is no multiple of 32"
+  assert why_not(MXFP8(), 64, 48) == "N=48 is no multiple of 32"
   assert why_not(Float8(), 4096, 1024) == "too small to gain: K=4096, N=1024"
   assert why_not(Float8(scaling="block"), 1024, 8192) == "too small to gain: K=1024, N=8192"
   assert why_not(MXFP8(skip=((64, None),)), 64, 4096) == "too small to gain: K=64, N=4096"
-  assert why_not(MXFP8(skip=((64, None),)), 128, 16) is None
+  assert why_not(MXFP8(skip=((64, None),)), 128, 32) is None
 
 
 def test_a_recipe_fits_the_compute_dtype():
