@@ -95,7 +95,7 @@ NESTED = frozenset((Holds.SCAN, Holds.WHILE, Holds.COND, Holds.SHARD_MAP))
 class Row(NamedTuple):
   """Primitives with the same facts."""
 
-  names: str  # as `jax.make_jaxpr` prints them, separated by spaces
+  names: str | tuple[str, ...]  # one name or several, as `jax.make_jaxpr` prints them
   # The result is exact for low-precision operands: numbers are chosen or moved. This excludes the
   # maximum over an axis, whose derivative counts the positions with the maximum.
   exact: bool = False
@@ -127,9 +127,8 @@ class Row(NamedTuple):
   # The formula for its floating-point operations.
   flops: Literal["dot", "ragged_dot", "scaled_dot", "convolution"] | None = None
   holds: Holds | None = None  # how it runs the jaxprs that it holds; None if it holds none
-  # The parameters whose jaxprs are replaced, separated by spaces. "a|b" is one parameter, whose
-  # name depends on the version of JAX.
-  jaxpr_params: str = ""
+  # The parameters whose jaxprs are replaced. Versions of JAX may have different ones of them.
+  jaxpr_params: tuple[str, ...] = ()
   # Flags such as `jax_remat3` replace the primitive by an object of JAX, which this parameter of
   # the object identifies.
   object_param: str = ""
@@ -158,8 +157,12 @@ class Family:
   ) -> None:
     self.part: Part | Predicate | None = part
     self.reason, self.fixed, self.decides = reason, fixed, decides
-    self.rows = tuple(Row(row) if isinstance(row, str) else row for row in rows)
-    self.names = tuple(sorted(name for row in self.rows for name in row.names.split()))
+    self.rows: list[tuple[str, Row]] = []  # each primitive and its row
+    for each in rows:
+      row = Row(each) if isinstance(each, str) else each
+      names = (row.names,) if isinstance(row.names, str) else row.names
+      self.rows += ((name, row) for name in names)
+    self.names = tuple(sorted(name for name, _ in self.rows))
 
 
 def integer_pow_part(params: EqnParams) -> Part:
@@ -225,12 +228,12 @@ FAMILIES: tuple[Family, ...] = (
     "An absolute error of the operand is a relative error of the result. exp(11.1) overflows "
     "float16.",
     Row("exp", elementwise=True, gradient="result"),
-    Row("exp2 expm1", elementwise=True),
+    Row(("exp2", "expm1"), elementwise=True),
   ),
   Family(
     "float32",
     "Near 1 the rounding of the operand is the size of the result.",
-    Row("log log1p log2", elementwise=True),
+    Row(("log", "log1p", "log2"), elementwise=True),
   ),
   Family(
     "float32",
@@ -245,29 +248,32 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     "Errors of an angle are absolute. Near 1000, bfloat16 numbers are 4 apart.",
-    Row("sin cos tan", elementwise=True),
+    Row(("sin", "cos", "tan"), elementwise=True),
   ),
   Family(
     "float32",
     "Its large terms cancel.",
     Row("polynomial", elementwise=True),
   ),
-  Family("float32", "They grow as `exp` does.", Row("sinh cosh", elementwise=True)),
+  Family("float32", "They grow as `exp` does.", Row(("sinh", "cosh"), elementwise=True)),
   Family(
     "float32",
     "The slope is infinite at the end of the domain.",
-    Row("acos acosh asin atanh", elementwise=True),
+    Row(("acos", "acosh", "asin", "atanh"), elementwise=True),
   ),
   Family(
     "float32",
     "Special functions are steep, and too rare to cost time.",
-    Row("bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac", elementwise=True),
-    Row("lgamma polygamma regularized_incomplete_beta zeta", elementwise=True),
+    Row(
+      ("bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "igamma", "igamma_grad_a", "igammac"),
+      elementwise=True,
+    ),
+    Row(("lgamma", "polygamma", "regularized_incomplete_beta", "zeta"), elementwise=True),
   ),
   Family(
     "float32",
     "Roundings add up. A sum of ones stops at 256 in bfloat16, and float16 overflows at 65504.",
-    "cumlogsumexp cumprod reduce_prod",
+    *("cumlogsumexp", "cumprod", "reduce_prod"),
     Row("cumsum", terms=lambda shapes, p: shapes[0][p["axis"]]),
     Row("reduce_sum", terms=lambda shapes, p: _sizes(shapes[0], p["axes"])),
     Row("reduce_window_sum", terms=_in_window),
@@ -285,7 +291,7 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "float32",
     "The data decides how many values they sum, as in gradients of embeddings.",
-    Row("scatter-add scatter-sub", **_UPDATES, terms=_updates),
+    Row(("scatter-add", "scatter-sub"), **_UPDATES, terms=_updates),
     Row("scatter-mul", **_UPDATES),
     Row("select_and_scatter_add", terms=_in_window),
   ),
@@ -293,7 +299,7 @@ FAMILIES: tuple[Family, ...] = (
     "float32",
     'They sum gradients over devices, with twice the bytes. "keep" sends half.',
     Row(
-      "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+      ("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter"),
       terms=lambda shapes, _: UNCOUNTED,
     ),
   ),
@@ -304,7 +310,13 @@ FAMILIES: tuple[Family, ...] = (
     Row("add", **_SUMS, folds=operator.add),
     Row("sub", **_SUMS, folds=operator.sub),
     Row("div", **_FACTORS, degree=lambda d, _: d[0] - d[1], folds=operator.truediv),
-    Row("max min", elementwise=True, exact=True, gradient="multiplied", degree=lambda d, _: max(d)),
+    Row(
+      ("max", "min"),
+      elementwise=True,
+      exact=True,
+      gradient="multiplied",
+      degree=lambda d, _: max(d),
+    ),
     Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1], folds=operator.mul),
     Row("rem", **_ARITHMETIC, role="sum", gradient="multiplied"),
   ),
@@ -316,20 +328,20 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "promote",
     "Both sides of a comparison have one dtype.",
-    Row("eq eq_to ge gt le le_to lt lt_to ne", tests=True),
+    Row(("eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne"), tests=True),
   ),
   Family(
     "promote",
     "The widest dtype holds all values exactly.",
     Row("stack", keeps_numbers=True),
     Row("clamp", elementwise=True, keeps_numbers=True),
-    Row("concatenate pad", **_MOVES),
+    Row(("concatenate", "pad"), **_MOVES),
     Row("select_n", **_MOVES, gradient="selected"),
   ),
   Family(
     "promote",
     "They return each operand in its own dtype.",
-    Row("device_put shard_alike tie", keeps_numbers=True),
+    Row(("device_put", "shard_alike", "tie"), keeps_numbers=True),
     Row("optimization_barrier", **_MOVES),
     Row("sort", exact=True, orders=True),
   ),
@@ -344,15 +356,15 @@ FAMILIES: tuple[Family, ...] = (
     "They are exact in every dtype.",
     Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.abs),
     Row("neg", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.neg),
-    Row("ceil floor round", **_BOUNDED, role="sum"),
+    Row(("ceil", "floor", "round"), **_BOUNDED, role="sum"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True, folds=np.sign),
   ),
   Family(
     "keep",
     "Activation functions with slopes of at most about 1. Float32 would double their memory.",
-    Row("asinh atan", **_BOUNDED),
-    Row("erf erfc logistic", **_BOUNDED, degree=lambda d, _: 0),
+    Row(("asinh", "atan"), **_BOUNDED),
+    Row(("erf", "erfc", "logistic"), **_BOUNDED, degree=lambda d, _: 0),
     Row("tanh", **_BOUNDED, gradient="result", degree=lambda d, _: 0),
   ),
   Family(
@@ -370,27 +382,27 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They select values, which is exact in every dtype.",
-    Row("approx_top_k reduce_window_max reduce_window_min", keeps_numbers=True),
-    Row("pmax pmin unreduced_pmax unreduced_pmin", keeps_numbers=True),
-    Row("argmax argmin", exact=True),
-    Row("cummax cummin top_k", exact=True),
-    Row("reduce_max reduce_min", gradient="chosen", keeps_numbers=True),
+    Row(("approx_top_k", "reduce_window_max", "reduce_window_min"), keeps_numbers=True),
+    Row(("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"), keeps_numbers=True),
+    Row(("argmax", "argmin"), exact=True),
+    Row(("cummax", "cummin", "top_k"), exact=True),
+    Row(("reduce_max", "reduce_min"), gradient="chosen", keeps_numbers=True),
   ),
   Family(
     "keep",
     "They move values, which is exact in every dtype.",
-    Row("broadcast_in_dim gather", **_MOVES, gradient="repeated"),
-    Row("broadcast_to tile", moves=True, gradient="repeated"),
-    Row("copy reshape rev squeeze stop_gradient transpose", **_MOVES),
-    Row("dynamic_slice slice split", **_MOVES, gradient="placed"),
+    Row(("broadcast_in_dim", "gather"), **_MOVES, gradient="repeated"),
+    Row(("broadcast_to", "tile"), moves=True, gradient="repeated"),
+    Row(("copy", "reshape", "rev", "squeeze", "stop_gradient", "transpose"), **_MOVES),
+    Row(("dynamic_slice", "slice", "split"), **_MOVES, gradient="placed"),
     Row("unstack", moves=True, gradient="placed"),
-    Row("name stage xla_metadata_value", moves=True),
+    Row(("name", "stage", "xla_metadata_value"), moves=True),
   ),
   Family(
     "keep",
     "They say where values are stored.",
-    Row("layout_constraint relayout with_memory_space_constraint", keeps_numbers=True),
-    Row("first_order reshard sharding_constraint", **_MOVES),
+    Row(("layout_constraint", "relayout", "with_memory_space_constraint"), keeps_numbers=True),
+    Row(("first_order", "reshard", "sharding_constraint"), **_MOVES),
   ),
   Family(
     "keep",
@@ -400,10 +412,10 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "keep",
     "They move values between devices. Low precision halves the bytes.",
-    Row("preduced reduced_vary_cast reduced_vary_cast_p", keeps_numbers=True),
-    Row("vary_unreduced_cast vary_unreduced_cast_p", keeps_numbers=True),
-    Row("all_gather all_gather_invariant all_gather_reduced", moves=True),
-    Row("all_to_all pbroadcast pbroadcast_dynamic ppermute", moves=True),
+    Row(("preduced", "reduced_vary_cast", "reduced_vary_cast_p"), keeps_numbers=True),
+    Row(("vary_unreduced_cast", "vary_unreduced_cast_p"), keeps_numbers=True),
+    Row(("all_gather", "all_gather_invariant", "all_gather_reduced"), moves=True),
+    Row(("all_to_all", "pbroadcast", "pbroadcast_dynamic", "ppermute"), moves=True),
     Row("pvary", **_MOVES),
   ),
   Family(
@@ -412,7 +424,7 @@ FAMILIES: tuple[Family, ...] = (
     Row("dynamic_update_slice", **_MOVES),
     Row("scatter", exact=True, **_UPDATES),
     # The derivative of `segment_max` counts the updates that equal the maximum.
-    Row("scatter-max scatter-min", exact=True, gradient="repeated", **_UPDATES),
+    Row(("scatter-max", "scatter-min"), exact=True, gradient="repeated", **_UPDATES),
   ),
   Family(
     "keep",
@@ -423,71 +435,77 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "opaque",
     "They take integers and booleans.",
-    "and clz mulhi not or population_count reduce_and reduce_or reduce_xor shift_left "
-    "shift_right_arithmetic shift_right_logical xor",
+    *("and", "clz", "mulhi", "not", "or", "population_count", "reduce_and", "reduce_or"),
+    *("reduce_xor", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor"),
   ),
   Family(
     "opaque",
     "They have no operand. Positions above 256 are inexact in bfloat16.",
-    "axis_index dim_as_value dimension_size empty empty2 iota iota_2x32_shape platform_index "
-    "zeros_like",
+    *("axis_index", "dim_as_value", "dimension_size", "empty", "empty2", "iota", "iota_2x32_shape"),
+    *("platform_index", "zeros_like"),
   ),
   Family(
     "opaque",
     "The samples are those without autocast.",
-    "philox2x32 philox4x32 random_bits random_clone random_fold_in random_seed random_split "
-    "random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32",
-    Row("random_gamma rng_uniform", draws=True),
+    *("philox2x32", "philox4x32", "random_bits", "random_clone", "random_fold_in", "random_seed"),
+    *("random_split", "random_unwrap", "random_wrap", "rng_bit_generator", "threefry2x32"),
+    *("threefry4x32",),
+    Row(("random_gamma", "rng_uniform"), draws=True),
   ),
   Family(
     "opaque",
     "They take keys and other types that are no numbers.",
-    "assert_consumed_value consume from_edtype to_edtype",
+    *("assert_consumed_value", "consume", "from_edtype", "to_edtype"),
   ),
   Family(
     "opaque",
     "They work on the bits of a dtype.",
-    "nextafter reduce_precision",
+    *("nextafter", "reduce_precision"),
     Row("bitcast_convert_type", draws=True),
   ),
   Family(
     "opaque",
     "There is no complex dtype of low precision.",
-    "complex conj fft imag real",
+    *("complex", "conj", "fft", "imag", "real"),
   ),
   Family(
     "opaque",
     "The libraries take no low precision. The condition number magnifies errors.",
     Row(
-      "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu "
-      "lu_pivots_to_permutation ormqr qr schur svd symmetric_product triangular_solve tridiagonal "
-      "tridiagonal_solve",
+      (
+        *("cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg"),
+        *("householder_product", "lu", "lu_pivots_to_permutation", "ormqr", "qr", "schur", "svd"),
+        *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
+      ),
       role="linear algebra",
     ),
   ),
   Family(
     "opaque",
     "The libraries for sparse matrices take no low precision.",
-    "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices "
-    "bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general "
-    "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm "
-    "coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense "
-    "spsolve todense",
+    *("bcoo_dot_general", "bcoo_dot_general_sampled", "bcoo_extract", "bcoo_fromdense"),
+    *("bcoo_sort_indices", "bcoo_spdot_general", "bcoo_sum_duplicates", "bcoo_todense"),
+    *("bcoo_transpose", "bcsr_dot_general", "bcsr_extract", "bcsr_fromdense", "bcsr_todense"),
+    *("coo_fromdense", "coo_matmat", "coo_matvec", "coo_spmm", "coo_spmv", "coo_todense"),
+    *("csr_fromdense", "csr_matmat", "csr_matvec", "csr_spmm", "csr_spmv", "csr_todense"),
+    *("spsolve", "todense"),
   ),
   Family(
     "opaque",
     "The code has chosen operands of eight bits or fewer, and their scales.",
-    "format_rounding scaled_dot scaled_matmul scaled_matmul_wrapper",
+    *("format_rounding", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"),
     Row("block_scaled_dot", flops="scaled_dot", holds=Holds.PLATFORM),
   ),
   Family(
     "opaque",
     "Kernels of cuDNN are chosen by the dtypes in the jaxpr.",
     Row(
-      "dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
-      "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
-      "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
-      "dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd",
+      (
+        *("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"),
+        *("dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper"),
+        *("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"),
+        *("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper", "rnn_bwd", "rnn_fwd"),
+      ),
       holds=Holds.KERNEL,
     ),
     fixed=True,
@@ -495,7 +513,8 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "opaque",
     "A callback expects the dtypes of the code.",
-    "buffer_callback debug_callback debug_print inspect_sharding io_callback pure_callback",
+    *("buffer_callback", "debug_callback", "debug_print", "inspect_sharding", "io_callback"),
+    *("pure_callback",),
   ),
   Family(
     "opaque",
@@ -506,41 +525,50 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     "opaque",
     "They order, check or transfer values, without arithmetic.",
-    "after_all check create_token dce_sink global_array_to_host_local_array "
-    "host_local_array_to_global_array precv psend shape_assertion unreachable",
+    *("after_all", "check", "create_token", "dce_sink", "global_array_to_host_local_array"),
+    *("host_local_array_to_global_array", "precv", "psend", "shape_assertion", "unreachable"),
   ),
   Family(
     "opaque",
     "The two halves of a transfer have one dtype.",
-    "all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start "
-    "pbroadcast_done pbroadcast_start ppermute_done ppermute_start psum_done psum_invariant_start "
-    "psum_start reduce_scatter_done reduce_scatter_start unreduced_psum_start "
-    "unreduced_reduce_scatter_start",
+    *("all_gather_done", "all_gather_reduced_start", "all_gather_start", "all_to_all_done"),
+    *("all_to_all_start", "pbroadcast_done", "pbroadcast_start", "ppermute_done", "ppermute_start"),
+    *("psum_done", "psum_invariant_start", "psum_start", "reduce_scatter_done"),
+    *("reduce_scatter_start", "unreduced_psum_start", "unreduced_reduce_scatter_start"),
   ),
   Family(
     "opaque",
     "They are steps of differentiation, and rare in a finished jaxpr.",
-    "custom_lin select_and_gather_add",
+    *("custom_lin", "select_and_gather_add"),
   ),
   Family(
     "opaque",
     "A reference keeps the dtype with which it was created.",
-    "accum_grad_in_ref addupdate box_get box_set create_linear empty_ref free_ref freeze get "
-    "log_extend log_read new_box new_log new_ref pin swap unpin",
+    *("accum_grad_in_ref", "addupdate", "box_get", "box_set", "create_linear", "empty_ref"),
+    *("free_ref", "freeze", "get", "log_extend", "log_read", "new_box", "new_log", "new_ref"),
+    *("pin", "swap", "unpin"),
     fixed=True,
   ),
   Family(
     "opaque",
     "They hold an operation in the dtypes in which it was traced.",
-    Row("reduce reduce_window select_and_scatter", holds=Holds.BINARY),
+    Row(("reduce", "reduce_window", "select_and_scatter"), holds=Holds.BINARY),
     fixed=True,
   ),
   Family(
     "opaque",
     "They hold a kernel, or a jaxpr that is compiled or placed elsewhere.",
-    Row("call_exported call_hi_primitive_linearized compute_on core_map", holds=Holds.KERNEL),
-    Row("cudnn_fusion custom_jvp_call_jaxpr custom_partitioning fused_call", holds=Holds.KERNEL),
-    Row("mpmd_map pallas_call remat_opt run_state xla_metadata_call", holds=Holds.KERNEL),
+    Row(
+      ("call_exported", "call_hi_primitive_linearized", "compute_on", "core_map"),
+      holds=Holds.KERNEL,
+    ),
+    Row(
+      ("cudnn_fusion", "custom_jvp_call_jaxpr", "custom_partitioning", "fused_call"),
+      holds=Holds.KERNEL,
+    ),
+    Row(
+      ("mpmd_map", "pallas_call", "remat_opt", "run_state", "xla_metadata_call"), holds=Holds.KERNEL
+    ),
     fixed=True,
   ),
   # conditional
@@ -555,22 +583,27 @@ FAMILIES: tuple[Family, ...] = (
   Family(
     None,
     "Their jaxprs are entered.",
-    Row("call closed_call program_order", holds=Holds.CALL, jaxpr_params="call_jaxpr"),
-    Row("checkpoint remat2", holds=Holds.CALL, jaxpr_params="jaxpr", object_param="policy"),
-    Row("jit", holds=Holds.CALL, jaxpr_params="jaxpr"),
+    Row(("call", "closed_call", "program_order"), holds=Holds.CALL, jaxpr_params=("call_jaxpr",)),
+    Row(("checkpoint", "remat2"), holds=Holds.CALL, jaxpr_params=("jaxpr",), object_param="policy"),
+    Row("jit", holds=Holds.CALL, jaxpr_params=("jaxpr",)),
     # A call of the function that `jax.jit(f).trace(x)` returns.
-    Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params="call_jaxpr|jaxpr"),
-    Row("composite", holds=Holds.COMPOSITE, jaxpr_params="call_jaxpr|jaxpr"),
-    Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params="jaxpr"),
+    Row("eval_jaxpr", holds=Holds.CALL, jaxpr_params=("call_jaxpr", "jaxpr")),
+    Row("composite", holds=Holds.COMPOSITE, jaxpr_params=("call_jaxpr", "jaxpr")),
+    Row("shard_map", holds=Holds.SHARD_MAP, jaxpr_params=("jaxpr",)),
     # JAX replaces these two when it differentiates a jaxpr. Otherwise the plain jaxpr runs.
     Row(
-      "custom_jvp_call", holds=Holds.CUSTOM_JVP, jaxpr_params="call_jaxpr", object_param="jvp_rule"
+      "custom_jvp_call",
+      holds=Holds.CUSTOM_JVP,
+      jaxpr_params=("call_jaxpr",),
+      object_param="jvp_rule",
     ),
-    Row("custom_vjp_call", holds=Holds.CUSTOM_VJP, jaxpr_params="call_jaxpr", object_param="bwd"),
-    Row("custom_vmap_call", holds=Holds.CUSTOM_VMAP, jaxpr_params="call"),
-    Row("cond", holds=Holds.COND, jaxpr_params="branches"),
-    Row("scan", holds=Holds.SCAN, jaxpr_params="jaxpr"),
-    Row("while", holds=Holds.WHILE, jaxpr_params="cond_jaxpr body_jaxpr"),
+    Row(
+      "custom_vjp_call", holds=Holds.CUSTOM_VJP, jaxpr_params=("call_jaxpr",), object_param="bwd"
+    ),
+    Row("custom_vmap_call", holds=Holds.CUSTOM_VMAP, jaxpr_params=("call",)),
+    Row("cond", holds=Holds.COND, jaxpr_params=("branches",)),
+    Row("scan", holds=Holds.SCAN, jaxpr_params=("jaxpr",)),
+    Row("while", holds=Holds.WHILE, jaxpr_params=("cond_jaxpr", "body_jaxpr")),
   ),
   Family(
     None,
@@ -579,14 +612,14 @@ FAMILIES: tuple[Family, ...] = (
     Row("call_hi_primitive", holds=Holds.OBJECT),
     # One of its four jaxprs runs. The others are for derivatives and checks.
     Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
-    Row("activation_tangent linear_call matmul_tangent", holds=Holds.LINEAR_CALL),
+    Row(("activation_tangent", "linear_call", "matmul_tangent"), holds=Holds.LINEAR_CALL),
   ),
 )
 """Every primitive of each supported JAX, in exactly one row."""
 
 
 FACTS: Mapping[str, Row] = types.MappingProxyType(
-  {name: row for family in FAMILIES for row in family.rows for name in row.names.split()}
+  {name: row for family in FAMILIES for name, row in family.rows}
 )
 """The row of each primitive."""
 
@@ -598,7 +631,7 @@ HIGHER_ORDER = frozenset(
 )
 """Primitives that hold jaxprs and have no part. The operations inside have theirs."""
 
-_UNKNOWN = Row("")
+_UNKNOWN = Row(())
 
 OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product", arithmetic=True)
 """A `dot_general` that sums nothing, so that it is a multiplication: `einsum("i,j->ij")`, or the

@@ -128,8 +128,7 @@ def holds_jaxpr(values: Iterable[object]) -> bool:
 
 def _keys(eqn: JaxprEqn) -> list[str]:
   """Returns the names, in this version of JAX, of the parameters whose jaxprs are replaced."""
-  each = [names.split("|") for names in facts_of(eqn).jaxpr_params.split()]
-  return [next((name for name in names if name in eqn.params), names[0]) for names in each]
+  return [name for name in facts_of(eqn).jaxpr_params if name in eqn.params]
 
 
 # Readers of the equations in `_READERS`. Each returns the inner jaxprs of an equation.
@@ -242,7 +241,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...] | None:
       if inner.operands is not None and not (fits and inputs == len(inner.operands)):
         return None
     return jaxprs
-  except (KeyError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
+  except (LookupError, AttributeError, TypeError, ValueError):  # A newer JAX keeps them elsewhere.
     return None
 
 

@@ -25,7 +25,7 @@ def register(monkeypatch):
   """Adds the primitive to the table, and says how an equation of it runs its jaxpr."""
 
   def rows(holds, **runs):
-    row = primitives.Row("repeat_times", holds=holds, jaxpr_params="jaxpr")
+    row = primitives.Row("repeat_times", holds=holds, jaxpr_params=("jaxpr",))
     monkeypatch.setattr(primitives, "FACTS", {**primitives.FACTS, "repeat_times": row})
     monkeypatch.setattr(primitives, "HIGHER_ORDER", HIGHER_ORDER | {"repeat_times"})
     inner = lambda eqn: (reader.Inner(eqn.params["jaxpr"], operands=(0, 1), **runs),)  # noqa: E731
