@@ -47,75 +47,72 @@ class Activation(NamedTuple):
   positions: frozenset[int]  # of equations whose results only this function uses
 
 
-class _Chains(NamedTuple):
-  """The elementwise equations that compute functions of one value, or of a value and its gates."""
-
-  consumers: Mapping[Var, set[int]]  # the positions of each variable's consumers
-  repeated: set[Var]  # the results of broadcasts
-  positions: dict[Var, int]  # of these equations, by their results
-  roots: dict[Var, tuple[Var, ...]]  # the values that each result is a function of
-  grown: dict[Var, int]  # positions of results that grow faster than a value, or depend on these
-
-
 @cached_per_jaxpr
 def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
   """Returns the activation functions with powers, by the position at which each ends."""
-  chains, functions = _chains(jaxpr, ops), dict[int, Activation]()
-  grown = frozenset(chains.grown.values())
-  for out, end in chains.grown.items():
-    # A power that only other powers use stays inside their equations.
-    if not chains.consumers[out] <= grown:
-      members, own = _members(jaxpr, end, chains)
-      if len(grown.intersection(members)) > 1:  # One power alone is computed as any operation is.
-        eqns = tuple(jaxpr.eqns[i] for i in members)
-        functions[end] = Activation(chains.roots[out], eqns, frozenset(own))
-  return functions
-
-
-def _consumers(jaxpr: Jaxpr) -> dict[Var, set[int]]:
-  """Returns the positions of each variable's consumers; a result of the jaxpr has the last one."""
-  consumers: dict[Var, set[int]] = {}
+  # The positions of each variable's consumers.
+  consumers: dict[Var, set[int]] = {v: set() for eqn in jaxpr.eqns for v in eqn.outvars}
   for position, eqn in enumerate(jaxpr.eqns):
     for v in variables(eqn.invars):
       consumers.setdefault(v, set()).add(position)
-    for v in eqn.outvars:
-      consumers.setdefault(v, set())
   for v in variables(jaxpr.outvars):
     # Returning counts as a consumer behind all equations, so a returned power becomes a result.
     consumers.setdefault(v, set()).add(len(jaxpr.eqns))
-  return consumers
 
-
-def _chains(jaxpr: Jaxpr, ops: OpLists) -> _Chains:
+  # A chain is the elementwise equations that compute functions of one value, or of a value and its
+  # gates. For their results: the positions, the values that each is a function of, the growth, and
+  # the positions of those that grow faster than a value, or depend on these.
+  positions, roots_of = dict[Var, int](), dict[Var, tuple[Var, ...]]()
+  degrees, grown = dict[Var, float](), dict[Var, int]()
   repeated = {v for eqn in jaxpr.eqns if facts_of(eqn).gradient == "repeated" for v in eqn.outvars}
-  chains, degrees = _Chains(_consumers(jaxpr), repeated, {}, {}, {}), dict[Var, float]()
   for position, eqn in enumerate(jaxpr.eqns):
-    roots, degree = _roots(eqn, chains, ops), facts_of(eqn).degree
-    if roots is None or degree is None:
+    degree, operands = facts_of(eqn).degree, variables(eqn.invars)
+    if degree is None or not _computes_in_float32(eqn, ops):
+      continue
+    # Operands in a chain count as their roots: `x * x ** 2` is a function of `x` alone.
+    values = dict.fromkeys(roots_of.get(v, (v,)) for v in eqn.invars if isinstance(v, Var))
+    # A power gates the other factor, unless other operations use the power too. A broadcast factor
+    # stays outside, because all of its equal rows would be saved.
+    powers = [v for v in operands & grown.keys() if len(consumers[v]) == 1]
+    gates = powers and facts_of(eqn).role == "product" and operands.isdisjoint(repeated)
+    if len(values) != 1 and not gates:
       continue
     (out,) = eqn.outvars
-    chains.positions[out], chains.roots[out] = position, roots
+    positions[out], roots_of[out] = position, tuple(dict.fromkeys(itertools.chain(*values)))
     # A literal does not grow. A root grows as itself, with degree 1.
     grows = [degrees.get(v, 1) if isinstance(v, Var) else 0 for v in eqn.invars]
     degrees[out] = degree(grows, eqn.params)
     # By the chain rule, the slope of `tanh(x + x ** 3)` needs the slope of the power.
-    if degrees[out] > 1 or not chains.grown.keys().isdisjoint(variables(eqn.invars)):
-      chains.grown[out] = position
-  return chains
+    if degrees[out] > 1 or not grown.keys().isdisjoint(operands):
+      grown[out] = position
 
-
-def _roots(eqn: JaxprEqn, chains: _Chains, ops: OpLists) -> tuple[Var, ...] | None:
-  """Returns the values that an operation in a chain is a function of; None for other operations."""
-  if facts_of(eqn).degree is None or not _computes_in_float32(eqn, ops):
-    return None
-  # Operands in a chain count as their roots: `x * x ** 2` is a function of `x` alone.
-  operands = variables(eqn.invars)
-  values = dict.fromkeys(chains.roots.get(v, (v,)) for v in eqn.invars if isinstance(v, Var))
-  # A power gates the other factor, unless other operations use the power too. A broadcast factor
-  # stays outside, because all of its equal rows would be saved.
-  powers = [v for v in operands & chains.grown.keys() if len(chains.consumers[v]) == 1]
-  gates = powers and facts_of(eqn).role == "product" and operands.isdisjoint(chains.repeated)
-  return tuple(dict.fromkeys(itertools.chain(*values))) if len(values) == 1 or gates else None
+  functions: dict[int, Activation] = {}
+  powers = frozenset(grown.values())
+  for out, end in grown.items():
+    # A power that only other powers use stays inside their equations.
+    if consumers[out] <= powers:
+      continue
+    # The positions that the result needs.
+    members, todo = {end}, [end]
+    while todo:
+      needed = variables(jaxpr.eqns[todo.pop()].invars) & positions.keys()
+      new = {positions[v] for v in needed} - members
+      members |= new
+      todo += new
+    if len(powers.intersection(members)) < 2:  # One power alone is computed as any operation is.
+      continue
+    # The positions that only the result needs. Backwards: a member has met all of its consumers in
+    # the chain before.
+    own: set[int] = set()
+    for position in sorted(members, reverse=True):
+      (result,) = jaxpr.eqns[position].outvars
+      # An operation is only part of the function if no equation outside reads its result. Otherwise
+      # it must also be written alone.
+      if position == end or consumers[result] <= own:
+        own.add(position)
+    eqns = tuple(jaxpr.eqns[position] for position in sorted(members))
+    functions[end] = Activation(roots_of[out], eqns, frozenset(own))
+  return functions
 
 
 def _computes_in_float32(eqn: JaxprEqn, ops: OpLists) -> bool:
@@ -128,25 +125,6 @@ def _computes_in_float32(eqn: JaxprEqn, ops: OpLists) -> bool:
   (out,) = eqn.outvars
   arrays = [v for v in eqn.invars if not (isinstance(v, Literal) and is_number(v))]
   return all((shape_of(v), dtype_of(v)) == (shape_of(out), FLOAT32) for v in (out, *arrays))
-
-
-def _members(jaxpr: Jaxpr, end: int, chains: _Chains) -> tuple[list[int], set[int]]:
-  """Returns the positions that a result needs, and the ones that only it needs."""
-  members, todo = {end}, [end]
-  while todo:
-    operands = variables(jaxpr.eqns[todo.pop()].invars) & chains.positions.keys()
-    new = {chains.positions[v] for v in operands} - members
-    members |= new
-    todo += new
-  own: set[int] = set()
-  # Backwards: a member has met all of its consumers in the chain before.
-  for position in sorted(members, reverse=True):
-    (out,) = jaxpr.eqns[position].outvars
-    # An operation is only part of the function if no equation outside reads its result. Otherwise
-    # it must also be written alone.
-    if position == end or chains.consumers[out] <= own:
-      own.add(position)
-  return sorted(members), own
 
 
 # Writing activation functions.

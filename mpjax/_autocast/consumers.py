@@ -26,7 +26,7 @@ from mpjax._autocast.origins import (
   origins_inside,
   origins_of,
 )
-from mpjax._autocast.precision import wants_precision
+from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import Scope, ScopePolicies, ScopePolicy, Settings
 from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
@@ -125,7 +125,10 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
     # Booleans and integers have no flags. Their operations are consumers like `-`.
     behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
   if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
-    return _of_mark(scope_policy, behind)
+    if scope_policy.ends_policy:
+      return Flag.OUTPUT if scope_policy.ends == FLOAT32 else 0
+    # The end of a layer rounds, unless the policy returns the result of the layer in float32.
+    return behind & Flag.OUTPUT
   if runs_as_written(eqn, scope_policy):
     return Flag.FLOAT32
   if eqn.primitive is convert_element_type_p:
@@ -146,15 +149,10 @@ def runs_as_written(eqn: JaxprEqn, scope_policy: ScopePolicy) -> bool:
   if scope_policy.compute_dtype is None or eqn.params.get("out_dtype") is not None:
     return True
   # A precision only matters for float32. A matmul of low-precision operands reads no float32.
-  return wants_precision(eqn.params) and FLOAT32 in map(dtype_of, eqn.invars)
-
-
-def _of_mark(scope_policy: ScopePolicy, behind: int) -> int:
-  """Returns the flags that the end of a layer or of a policy gives its operand."""
-  if scope_policy.ends_policy:
-    return Flag.OUTPUT if scope_policy.ends == FLOAT32 else 0
-  # The end of a layer rounds, unless the policy returns the result of the layer in float32.
-  return behind & Flag.OUTPUT
+  if FLOAT32 not in map(dtype_of, eqn.invars):
+    return False
+  result = eqn.params.get("preferred_element_type")
+  return asked_precision(eqn.params.get("precision")) != "" or result not in (None, FLOAT32)
 
 
 def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:

@@ -30,7 +30,7 @@ from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
-from mpjax._autocast.scopes import Scope, ScopePolicy, Settings
+from mpjax._autocast.scopes import Scope, Settings
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
 from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
@@ -276,16 +276,6 @@ def instantiated(cotangent: Array | SymbolicZero) -> Leaf:
   return number.zeros(aval.shape, aval.dtype)
 
 
-def _state_at(scope_policy: ScopePolicy) -> Active | None:
-  """Returns the state of policies for code of a rule, which runs after the module around it."""
-  state = ACTIVE.value
-  if state is None:
-    return None
-  # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
-  # the scope of the equation knows the policy of its module.
-  return dataclasses.replace(state, region=Region(scope_policy.policy))
-
-
 def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a function with a custom rule for derivatives or batches."""
   atoms, ins = operands_of(rewriter, eqn)
@@ -293,7 +283,11 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   new = rewrite_inner(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
-  scope_policy = rewriter.scope_policy(eqn)
+  scope_policy, state = rewriter.scope_policy(eqn), ACTIVE.value
+  # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
+  # the scope of the equation knows the policy of its module.
+  if state is not None:
+    state = dataclasses.replace(state, region=Region(scope_policy.region.policy))
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
@@ -309,7 +303,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     rewriter.settings,
     scope_policy.inside,
     rewriter.rewrite,
-    _state_at(scope_policy),
+    state,
     scope_policy.compute_dtype,
   )
   match facts_of(eqn).holds:

@@ -5,7 +5,7 @@ in low precision when it was traced: because the module casts them by its own `d
 `low_precision` or a rule says so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -18,7 +18,7 @@ from mpjax._core.types import FLOAT32, HALVES, DType, P
 from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import dtype_of, walk
-from mpjax._jaxpr.steps import Step, body_of
+from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import ACTIVE, AUTOCAST, Active, Region
 
 R = TypeVar("R")
@@ -98,19 +98,16 @@ def check_kernels(program: ClosedJaxpr, kept: frozenset[str]) -> None:
   # Few models have a kernel, and writing the steps costs more than a walk.
   if not any(facts_of(eqn).holds is Holds.KERNEL for eqn in walk(program)):
     return
-  steps = body_of(program).every_step()
-  classes = frozenset(name for step in steps for name in _replaced_around(step)) - kept
-  if classes:
-    raise KernelInFloat32(classes)
-
-
-def _replaced_around(step: Step) -> Iterator[str]:
-  """Yields the class of the innermost module around a kernel whose own `dtype` was replaced."""
-  if step.holds is not Holds.KERNEL or FLOAT32 not in map(dtype_of, step.eqn.invars):
-    return
-  # The mark is in the scopes of the kernel, or of a jitted function or a loop around it.
-  for each in step.enclosing():
-    marks = [x for x in scope_of(each.eqn.source_info.name_stack) if x.startswith(OWN_DTYPE)]
-    if marks:
-      yield marks[-1].removeprefix(OWN_DTYPE)
-      return
+  classes: set[str] = set()
+  for step in body_of(program).every_step():
+    if step.holds is not Holds.KERNEL or FLOAT32 not in map(dtype_of, step.eqn.invars):
+      continue
+    # The mark is in the scopes of the kernel, or of a jitted function or a loop around it. The
+    # innermost one counts.
+    for each in step.enclosing():
+      marks = [x for x in scope_of(each.eqn.source_info.name_stack) if x.startswith(OWN_DTYPE)]
+      if marks:
+        classes.add(marks[-1].removeprefix(OWN_DTYPE))
+        break
+  if not classes <= kept:
+    raise KernelInFloat32(frozenset(classes - kept))

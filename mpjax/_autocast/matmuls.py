@@ -64,7 +64,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     eqn = _explained(eqn, "low", reason)
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write_rounding(eqn, operands, [Kind(role, FLOAT32)], low, retype(eqn, FLOAT32))
-  recipe, policy = None, rewriter.scope_policy(eqn).policy
+  recipe, policy = None, rewriter.scope_policy(eqn).region.policy
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
     reason = _why_no_recipe(rewriter, eqn, values, recipe)
@@ -128,7 +128,8 @@ def _in_low_precision(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType, recipe: Recipe | None
 ) -> None:
   """Writes a matmul in a recipe, with a derivative rule of mpjax, or with the rule of JAX."""
-  policy, asked = rewriter.scope_policy(eqn).policy, rewriter.scope_policy(eqn).asked
+  scope_policy = rewriter.scope_policy(eqn)
+  policy, asked = scope_policy.region.policy, scope_policy.asked
   params = in_precision(eqn.primitive, eqn.params, [low] * len(eqn.invars), asked)
   eqn = eqn.replace(params=params)
   # A float32 result of the policy is the float32 sum of the matmul, perhaps with a bias.

@@ -19,7 +19,7 @@ from mpjax._core.errors import MpjaxError, MpjaxValueError
 from mpjax._core.types import FLOAT32, DType, Function, PyTree
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
-from mpjax._jaxpr.primitives import EqnParams, facts_of
+from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import Program, dtype_of, hides_matmul, opened, walk, with_each
 from mpjax._policy.dtypes import MatmulPrecision, takes
 
@@ -48,12 +48,6 @@ def asked_precision(precision: object) -> str:
   # "Precision.HIGHEST" and "DotAlgorithmPreset.TF32_TF32_F32" become "highest" and "tf32_tf32_f32".
   names = dict.fromkeys(str(x).rpartition(".")[2].lower() for x in each)
   return ", ".join(x for x in names if x not in ("none", "default", "fastest", "bfloat16"))
-
-
-def wants_precision(params: EqnParams) -> bool:
-  """Whether the user chose the precision or the result dtype of a matmul."""
-  result, asked = params.get("preferred_element_type"), asked_precision(params.get("precision"))
-  return asked != "" or (result is not None and result != FLOAT32)
 
 
 @contextlib.contextmanager

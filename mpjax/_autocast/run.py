@@ -81,7 +81,11 @@ def with_shared_parts(jaxpr: Jaxpr) -> Jaxpr:
   first part, and the transformations around it.
   """
   groups = _groups(jaxpr.eqns)
-  last_read = _last_reads(groups, jaxpr.outvars)
+  # The number of the last group that reads each variable; for results, one past all.
+  last_read: dict[Atom, int] = {}
+  for number, group in enumerate(groups):  # In order, so that a later group overwrites.
+    last_read |= dict.fromkeys((v for eqn in group for v in variables(eqn.invars)), number)
+  last_read |= dict.fromkeys(variables(jaxpr.outvars), len(groups))
   parts = [_part(group, number, last_read) for number, group in enumerate(groups)]
   counts = Counter(key for key, *_ in parts)
   # One call for each key, which later parts repeat with their own variables.
@@ -132,15 +136,6 @@ def _groups(eqns: Sequence[JaxprEqn]) -> list[list[JaxprEqn]]:
       groups[-1].append(eqn)
       keys.add(key)
   return groups
-
-
-def _last_reads(groups: Sequence[Sequence[JaxprEqn]], results: Iterable[Atom]) -> dict[Atom, int]:
-  """Returns the number of the last group that reads each variable; for results, one past all."""
-  last: dict[Atom, int] = {}
-  # In order, so that a later group overwrites an earlier one.
-  for number, group in enumerate(groups):
-    last |= dict.fromkeys((v for eqn in group for v in variables(eqn.invars)), number)
-  return last | dict.fromkeys(variables(results), len(groups))
 
 
 def unscoped(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:

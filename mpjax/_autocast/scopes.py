@@ -122,7 +122,7 @@ class ScopePolicy(NamedTuple):
   """A scope, with the policy that marks and rules give it."""
 
   scope: Scope  # the names
-  region: Region  # the policy; None if operations run as they were traced
+  region: Region  # its policy, which is None if operations run as they were traced
   compute_dtype: DType | None  # the compute dtype of the policy, if it is low precision
   as_written: bool  # whether the user asked for float32 here, so that results are inputs
   as_given: bool  # whether this is a layer such as dropout, which no consumer widens
@@ -131,10 +131,6 @@ class ScopePolicy(NamedTuple):
   ends_policy: bool  # whether that mark is the end of a policy, not of a layer
   # The names that matter for inner jaxprs. Other names would split caches.
   inside: Scope
-
-  @property
-  def policy(self) -> Policy | None:
-    return self.region.policy
 
 
 @functools.lru_cache(maxsize=4096)

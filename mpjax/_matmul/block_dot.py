@@ -253,24 +253,20 @@ def _batch(
   # The values or the scales of an operand may be mapped alone.
   mapped = [dims[side] is not None or dims[2 + side] is not None for side in (0, 1)]
   at = 0 if all(mapped) else 1
-  merged = [
-    _merged(x, d, size, at) if mapped[i % 2] else x
-    for i, (x, d) in enumerate(zip(operands, dims, strict=True))
-  ]
+  merged = [*operands]
+  for i, (x, axis) in enumerate(zip(operands, dims, strict=True)):
+    if mapped[i % 2]:
+      # If only the values or only the scales are mapped, the others are repeated.
+      one = jax.lax.broadcast(x, (size,)) if axis is None else x
+      one = jnp.moveaxis(one, axis or 0, at)
+      shape = [*one.shape[:at], size * one.shape[at + 1], *one.shape[at + 2 :]]
+      merged[i] = jax.lax.reshape(one, shape)
   result = _bind(*merged, **params)
   # The result has the axes batch, rows of the left and rows of the right. The mapped axis is part
   # of one of them, and is split off.
   axis = at if mapped[0] else 2
   shape = [*result.shape[:axis], size, result.shape[axis] // size, *result.shape[axis + 1 :]]
   return jax.lax.reshape(result, shape), axis
-
-
-def _merged(x: Array, axis: int | None, size: int, at: int) -> Array:
-  """Returns a mapped operand with its mapped axis in the axis `at`."""
-  if axis is None:  # Its values are mapped and its scales are not, or the other way round.
-    x, axis = jax.lax.broadcast(x, (size,)), 0
-  x = jnp.moveaxis(x, axis, at)
-  return jax.lax.reshape(x, [*x.shape[:at], size * x.shape[at + 1], *x.shape[at + 2 :]])
 
 
 block_dot_p.def_impl(_evaluate)

@@ -637,16 +637,14 @@ mpjax/_autocast/consumers.py::_of_operation
 -   return Flag.FLOAT32
 ::test_flags_of_the_operand_of
 
-mpjax/_autocast/consumers.py::_of_mark
-
 79 flags pass through the end of a Flax layer
-- behind & Flag.OUTPUT
-+ behind
+- return behind & Flag.OUTPUT
++ return behind
 ::test_flags_behind
 
 80 the end of a layer stops the flag of a float32 result
-- behind & Flag.OUTPUT
-+ 0
+- return behind & Flag.OUTPUT
++ return 0
 ::test_a_float32_result_of_the_policy_behind
 
 mpjax/_autocast/consumers.py::_through_arithmetic
