@@ -87,18 +87,25 @@ class OpLists:
 
   def __post_init__(self) -> None:
     for part in PARTS:
-      _check_part(part, getattr(self, part))
-    _check_conditional(self.conditional)
-    self._check_each_is_in_one_place()
-    # Sorted, so that lists with another order of the pairs are equal. The class is frozen.
-    object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
-
-  def _check_each_is_in_one_place(self) -> None:
-    """Raises MpjaxValueError for a primitive that is in two fields or holds a jaxpr."""
+      names = getattr(self, part)
+      if not (isinstance(names, frozenset) and all(isinstance(name, str) for name in names)):
+        raise MpjaxTypeError(
+          f"OpLists({part}=...)",
+          expected="a frozenset of names",
+          got=repr(names),
+          fix="Use OpLists().replace(...): it takes any sequence, and moves names out of other "
+          "parts.",
+        )
+    if not (isinstance(self.conditional, tuple) and all(map(_is_pair, self.conditional))):
+      raise MpjaxTypeError(
+        "OpLists(conditional=...)",
+        expected="a tuple of pairs of a name and a hashable function",
+        got=repr(self.conditional),
+        fix="OpLists().replace(conditional={...}) takes a dict.",
+      )
     fields = {part: sorted(getattr(self, part)) for part in PARTS}
-    decided = [name for name, _ in self.conditional]
     seen: set[str] = set()
-    for field, names in (*fields.items(), ("conditional", decided)):
+    for field, names in (*fields.items(), ("conditional", [name for name, _ in self.conditional])):
       where = f"OpLists({field}=...)"
       for name in names:
         if name in HIGHER_ORDER:
@@ -111,6 +118,8 @@ class OpLists:
             fix=f'Write OpLists().replace({field}=["{name}"]), which removes it from there.',
           )
         seen.add(name)
+    # Sorted, so that lists with another order of the pairs are equal. The class is frozen.
+    object.__setattr__(self, "conditional", _pairs(dict(self.conditional)))
 
   @functools.cached_property
   def _parts(self) -> _Parts:
@@ -187,7 +196,14 @@ class OpLists:
     'keep'
     """
     decisions = {} if conditional is None else conditional
-    _check_decisions(decisions)
+    if not (isinstance(decisions, Mapping) and all(map(_is_predicate, decisions.values()))):
+      raise MpjaxTypeError(
+        "OpLists.replace(conditional=...)",
+        expected="a dict from a primitive to a hashable function of the parameters of its equation",
+        got=repr(decisions),
+        fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
+        "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
+      )
     by_field: dict[str, Ops] = {
       "half": half,
       "float32": float32,
@@ -200,7 +216,16 @@ class OpLists:
     fields: dict[str, str] = {}  # from a primitive to the argument that names it
     for field, ops in by_field.items():
       where = f"OpLists.replace({field}=...)"
-      for op in _each_of(ops, where):
+      # A string is iterable too: "add" would be the primitives "a", "d" and "d".
+      if isinstance(ops, (str, Primitive)):
+        raise MpjaxTypeError(
+          where,
+          expected="several primitives, as a list",
+          got=repr(ops),
+          fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
+        )
+      # `_movable` refuses an argument of any other type.
+      for op in ops if isinstance(ops, Iterable) else [ops]:
         name = self._movable(where, op)
         if fields.setdefault(name, field) != field:
           raise MpjaxValueError(
@@ -273,57 +298,6 @@ class OpLists:
 def _name(predicate: Predicate) -> str:
   """Returns the name of a function, or its repr: a `functools.partial` has no name."""
   return getattr(predicate, "__name__", repr(predicate))
-
-
-def _check_part(part: Part, names: object) -> None:
-  """Raises MpjaxTypeError unless a part is a frozenset of strings."""
-  if isinstance(names, frozenset) and all(isinstance(name, str) for name in names):
-    return
-  raise MpjaxTypeError(
-    f"OpLists({part}=...)",
-    expected="a frozenset of names",
-    got=repr(names),
-    fix="Use OpLists().replace(...): it takes any sequence, and moves names out of other parts.",
-  )
-
-
-def _check_conditional(pairs: object) -> None:
-  """Raises MpjaxTypeError unless `conditional` is a tuple of pairs of a name and a function."""
-  if isinstance(pairs, tuple) and all(map(_is_pair, pairs)):
-    return
-  raise MpjaxTypeError(
-    "OpLists(conditional=...)",
-    expected="a tuple of pairs of a name and a hashable function",
-    got=repr(pairs),
-    fix="OpLists().replace(conditional={...}) takes a dict.",
-  )
-
-
-def _check_decisions(decisions: object) -> None:
-  """Raises MpjaxTypeError unless `conditional` of `replace` is a dict of functions."""
-  if isinstance(decisions, Mapping) and all(map(_is_predicate, decisions.values())):
-    return
-  raise MpjaxTypeError(
-    "OpLists.replace(conditional=...)",
-    expected="a dict from a primitive to a hashable function of the parameters of its equation",
-    got=repr(decisions),
-    fix='conditional={"integer_pow": lambda params: "keep"}, for example. A class that defines '
-    "__eq__ needs a __hash__ too: the lists are part of the key of jit.",
-  )
-
-
-def _each_of(ops: Ops, where: str) -> list[Any]:
-  """Returns the primitives of an argument of `replace`; raises an error if it is not a list."""
-  # A string is iterable too: "add" would be the primitives "a", "d" and "d".
-  if isinstance(ops, (str, Primitive)):
-    raise MpjaxTypeError(
-      where,
-      expected="several primitives, as a list",
-      got=repr(ops),
-      fix=f"Write [{ops!r}]." if isinstance(ops, str) else "Put it in a list.",
-    )
-  # `_movable` refuses an argument of any other type.
-  return list(ops) if isinstance(ops, Iterable) else [ops]
 
 
 def _is_pair(pair: object) -> bool:
