@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from mpjax import errors as errors
 from mpjax._core.errors import MpjaxError
-from mpjax._policy.active import full_precision
 from mpjax._policy.formats import MXFP8, NVFP4, Float8, Int8
+from mpjax._policy.full_precision import full_precision
 from mpjax._policy.other_names import hint
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule

@@ -27,7 +27,7 @@ from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import Source
 from mpjax._jaxpr.reader import inner_jaxprs, opened, with_inner
 from mpjax._jaxpr.steps import Key, body_of
-from mpjax._policy.active import AUDIT, AuditRecord
+from mpjax._policy.audit_record import AUDIT, AuditRecord
 
 
 def is_array(x: Leaf) -> bool:

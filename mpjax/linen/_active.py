@@ -8,14 +8,14 @@ import flax.linen as nn
 from flax.core import Scope
 
 from mpjax._autocast.scopes import region_of
-from mpjax._policy import active
-from mpjax._policy.active import ACTIVE, AUDIT, outside_policies
+from mpjax._policy.active import ACTIVE, Active, outside_policies
+from mpjax._policy.audit_record import AUDIT
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax.linen._repeated_call import TracedCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinenActive(active.Active):
+class LinenActive(Active):
   """The active state inside a call of a Linen module.
 
   Fields:
@@ -39,8 +39,6 @@ class LinenActive(active.Active):
   root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
   met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
-
-  __hash__ = active.Active.__hash__
 
 
 def current() -> LinenActive | None:

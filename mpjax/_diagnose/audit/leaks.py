@@ -14,7 +14,7 @@ from mpjax._diagnose.audit.not_entered import kernel_leaks
 from mpjax._diagnose.expectations import Expectations
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Source
-from mpjax._policy.active import AuditRecord
+from mpjax._policy.audit_record import AuditRecord
 
 _LEAST_SIZE = 0.01
 """The smallest array that is a leak, as a share of the largest result of the graph."""

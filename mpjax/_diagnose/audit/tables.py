@@ -13,7 +13,7 @@ from mpjax._diagnose.audit.findings import Finding, summed
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import EMULATED, MODULE, NOT_IN, RECIPE
 from mpjax._matmul.block_dot import block_dot_p
-from mpjax._policy.active import AuditRecord
+from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.dtypes import hardware_of
 
 _NO_FORMAT, _IN_FLOAT32 = "its policy has no format", "it is in float32"
