@@ -10,8 +10,8 @@ import numpy as np
 from jax.tree_util import default_registry
 
 from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.frameworks import is_nnx_object
 from mpjax._core.fused_leaves import first_nonfinite, masks_of
-from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import FLOAT32, Array, DType, Leaf, PyTree, is_low_precision
 
 IsLeaf: TypeAlias = Callable[[Any], bool]

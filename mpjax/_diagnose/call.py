@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.boundary import Boundary, jax_order
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
+from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import Path, leaf_paths
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._diagnose.paths import shared_names
 from mpjax._jaxpr.compat import with_equations, within_scopes

@@ -23,8 +23,13 @@ from jax.tree_util import default_registry
 
 from mpjax._autocast.boundary import tracers_in
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, flax_errors, kind_of
-from mpjax._core.frameworks import framework_of, haiku_state, kind_of_model
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
+from mpjax._core.frameworks import (
+  framework_of,
+  haiku_state,
+  is_nnx_object,
+  is_nnx_variable,
+  kind_of_model,
+)
 from mpjax._core.trees import mapped
 from mpjax._core.types import (
   Args,

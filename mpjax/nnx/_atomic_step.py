@@ -17,8 +17,8 @@ from mpjax._core.errors import (
   check_scalar,
   listed,
 )
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import raw_value, set_raw_value
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import pick, same_objects, tree_differences
 from mpjax._core.types import Args, Array, Function, Kwargs, P, PyTree
 from mpjax._optim.find_scale import OwnedScale, scales_in

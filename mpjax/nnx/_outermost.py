@@ -16,7 +16,7 @@ from flax import nnx
 from mpjax._autocast.boundary import Boundary, Inside, NotTraceable
 from mpjax._autocast.module_calls import array, attempts, call_rewritten
 from mpjax._autocast.scopes import end_of_policy, region_of
-from mpjax._core.nnx_objects import is_nnx_variable
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, DType, Function, Kwargs, Leaf, PyTree
 from mpjax._policy.active import ACTIVE, Active
