@@ -382,22 +382,20 @@ mpjax/nnx/_layers.py::
 + }
 tests/nnx/test_view_classes.py::test_sow_and_perturb
 
-mpjax/nnx/_outermost.py::_Copies.keep_dtypes
+mpjax/nnx/_outermost.py::_rewritten
 
 42 a variable that a call writes to takes the dtype that was computed
 - new if dtype is None else end_of_policy(new, dtype)
 + new
 tests/nnx/test_view_classes.py::test_variables_that_a_call_makes_or_changes_are_the_models
 
-mpjax/nnx/_outermost.py::_traced_body
-
 43 a tracer is left in the user's model
-- changed and hides_tracer(copies.objects)
+- changed and hides_tracer(copies)
 + False
 ::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model
 
 47 what a call did to variables is lost
-- results = (leaves, copies.objects if changed else ())
+- results = (leaves, copies if changed else ())
 + results = (leaves, ())
 ::test_an_argument_that_nnx_holds_may_be_changed_in_place
 
