@@ -21,8 +21,7 @@ from mpjax._policy.active import outside_policies
 from mpjax._policy.rules import ModuleRecord, PolicyConfig
 from mpjax.linen._active import begin, current
 from mpjax.linen._initialize import abstract
-from mpjax.linen._intercept import activate, under
-from mpjax.linen._outermost import applied
+from mpjax.linen._intercept import activate, applied, under
 
 # A subclass inherits from this class and from the user's. As a subclass of `nn.Module`, this one
 # would be a dataclass without fields, and hide the constructor of the user's class.
@@ -373,7 +372,7 @@ def _apply(
     # nothing.
     if state is None or state.tracing or not _config_of(module).rewrites:
       return _plain(module).apply(variables, *args, **kwargs)
-    return applied(_plain(module), state, activate, variables, args, kwargs)
+    return applied(_plain(module), state, variables, args, kwargs)
 
 
 def _initialized(

@@ -325,25 +325,25 @@ mpjax/_autocast/module_calls.py::ModuleCall._fields_to_set
 + dtype_field(self.module, policy.compute_dtype, always=True)
 ::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype
 
-mpjax/linen/_intercept.py::_MethodCall.run
+mpjax/linen/_intercept.py::intercept
 
 38a initial values are drawn in the compute dtype
-- module_call(module, self.path, resolved, state, layers, initializing=initializing)
+- module_call(module, path, resolved, state, LAYERS, initializing=initializing)
 + module_call(
-+   module, self.path, resolved,
++   module, path, resolved,
 +   dataclasses.replace(state, casting=frozenset({object}) if initializing else state.casting),
-+   layers
++   LAYERS
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
-mpjax/linen/_outermost.py::_LiftedCall.outputs
+mpjax/linen/_intercept.py::_rewritten
 
 38b random numbers drawn by a trace that raised stay counted: the mask of dropout is another than
   without a policy (the list: its rate is cast, and the mask drawn in half)
-- counts.restore()
+- restore_counts()
 - raise
 + raise
-tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype
+tests/linen/test_intercept_outermost.py::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype
 
 # What is stored.
 
