@@ -336,7 +336,6 @@ class ModulePolicy(NamedTuple):
 
   policy: Policy | None  # None if the module is unchanged
   rule: Rule | None = None  # the rule that gives the policy
-  exempt: bool = False  # whether a rule leaves the module, and all modules inside, unchanged
   begins: bool = False  # whether the policy or the rule differs from those of the module around
   # The dtype of the results if this is the outermost module that is called.
   output_dtype: DType | None = None
@@ -373,8 +372,9 @@ def resolve_policy(
     all_matches: whether to find the rules that an earlier match hides.
   """
   inherited = outer.inherited()
-  # The order of the branches is the precedence.
-  if outer.exempt:
+  # The order of the branches is the precedence. A rule with None leaves a module, and all modules
+  # inside, unchanged.
+  if outer.rule is not None and outer.policy is None:
     resolved = inherited
   elif isinstance(own, Policy):
     resolved = ModulePolicy(own, begins=own != outer.policy)
@@ -383,7 +383,7 @@ def resolve_policy(
     resolved = inherited
     if rule is not None:
       begins = rule.policy != outer.policy or rule != outer.rule
-      resolved = ModulePolicy(rule.policy, rule, exempt=rule.policy is None, begins=begins)
+      resolved = ModulePolicy(rule.policy, rule, begins=begins)
       # For audits alone, since a predicate of the user is called once more for each module.
       if all_matches:
         others = (each for each in config.rules if each is not rule)

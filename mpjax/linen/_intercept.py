@@ -35,7 +35,7 @@ from mpjax.linen._active import LinenActive, begin, current, is_new_root, module
 from mpjax.linen._initialize import store_caches, store_parameters
 from mpjax.linen._layers import LAYERS, collections_with
 from mpjax.linen._paths import flag_paths
-from mpjax.linen._repeated_call import TracedCall
+from mpjax.linen._repeated_call import TracedCall, in_order
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def intercept(
   # call. Flax runs `setup` of the copy before that.
   first: TracedCall | None = None
   if active.again:
-    active.again[-1].put_in_order(module)
+    in_order(module, active.again[-1].module)
     if not is_setup:
       first = active.again.pop()
       args, kwargs = first.arguments(args, kwargs)
