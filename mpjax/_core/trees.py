@@ -44,7 +44,8 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
     # so that a user's loop over the dict sees it.
     keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)
     more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
-    return Content(list(x.values()), keys, lambda parts: cls(*more, zip(keys, parts, strict=True)))
+    make: Any = cls
+    return Content(list(x.values()), keys, lambda parts: make(*more, zip(keys, parts, strict=True)))
   if cls in (list, tuple):
     return Content(list(x), None, cls)
   if isinstance(x, jax.Array) or default_registry.flatten_one_level(x) is None:
