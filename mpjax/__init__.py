@@ -9,7 +9,7 @@ from mpjax._core.errors import MpjaxError
 from mpjax._matmul.blocks import MXFP8, NVFP4
 from mpjax._matmul.float8 import Float8
 from mpjax._matmul.int8 import Int8
-from mpjax._policy.active import full_precision
+from mpjax._policy.full_precision import full_precision
 from mpjax._policy.other_names import hint
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from mpjax._core.nnx_objects import is_nnx_object
+from mpjax._core.frameworks import is_nnx_object
 from mpjax._core.trees import DICTS, Content, IsLeaf, content_of, same_objects
 from mpjax._core.types import Array, DType, Leaf, PyTree
 

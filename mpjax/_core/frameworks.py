@@ -2,16 +2,11 @@
 
 import inspect
 import sys
-from types import ModuleType
-from typing import Any, TypeVar
 
 import jax
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
-from mpjax._core.types import Leaf, PyTree
-
-T = TypeVar("T")
+from mpjax._core.types import Leaf
 
 _CLASSES = {
   "Linen": ("flax.linen.Module",),
@@ -69,26 +64,22 @@ def holds_linen_module(x: object) -> bool:
   return is_object and "Linen" in map(framework_of, held)
 
 
-def library_of_grad(arguments: PyTree) -> ModuleType:
-  """Returns the library whose `grad` takes these arguments: `flax.nnx` for its objects, or `jax`.
-
-  `jax.grad` would lose what the function writes to a module or a variable.
-  """
-  # An object of NNX may be a pytree to JAX, so stop at the object itself.
-  if any(map(is_nnx_object, jax.tree.leaves(arguments, is_leaf=is_nnx_object))):
-    return sys.modules["flax.nnx"]
-  return jax
+def is_nnx_variable(x: object) -> bool:
+  """Whether `x` is a variable of Flax NNX."""
+  return hasattr(type(x), "get_raw_value")
 
 
-def copied_objects(arguments: T) -> T:
-  """Returns arguments with copies of the modules and variables of Flax NNX in them."""
+def is_nnx_object(x: object) -> bool:
+  """Whether `x` is a module, a container, a variable or another object with variables of NNX."""
+  # It may be a tree to JAX, but writes to a mapped copy are lost.
+  names = (c.__module__ for c in type(x).__mro__ if c.__name__ in ("Pytree", "Variable"))
+  return any(name.startswith("flax.nnx.") for name in names)
 
-  def copied(x: Any) -> Any:
-    if is_nnx_variable(x):
-      return x.copy()
-    return sys.modules["flax.nnx"].clone(x) if is_nnx_object(x) else x
 
-  return jax.tree.map(copied, arguments, is_leaf=is_nnx_object)
+def is_of_nnx(x: object) -> bool:
+  """Whether `x` is anything of NNX: an object, but also a `GraphDef` or an `nnx.State`."""
+  # Subclasses of users are in their own modules, so look at the base classes.
+  return any(c.__module__.startswith("flax.nnx.") for c in type(x).__mro__)
 
 
 def haiku_state() -> list[Leaf]:

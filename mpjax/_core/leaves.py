@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, kind_of, listed
-from mpjax._core.nnx_objects import is_nnx_variable
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.trees import is_array_like, is_floating
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.tree_util import default_registry
 
 from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.frameworks import is_nnx_object
 from mpjax._core.fused_leaves import first_nonfinite, masks_of
-from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import FLOAT32, Array, DType, Leaf, PyTree, is_low_precision
 
 IsLeaf: TypeAlias = Callable[[Any], bool]
@@ -40,28 +40,17 @@ def content_of(x: Any, is_leaf: IsLeaf | None = None) -> Content | None:
   """Returns the content of a container, None for a leaf. `is_leaf` is for registered nodes."""
   cls: Any = type(x)
   if cls in DICTS:
-    return _content_of_dict(x)
+    # JAX sorts the keys of a dict, but not of an OrderedDict. The order of insertion is kept here,
+    # so that a user's loop over the dict sees it.
+    keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)
+    more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
+    make: Any = cls
+    return Content(list(x.values()), keys, lambda parts: make(*more, zip(keys, parts, strict=True)))
   if cls in (list, tuple):
     return Content(list(x), None, cls)
   if isinstance(x, jax.Array) or default_registry.flatten_one_level(x) is None:
     return None
-  return _content_of_node(x, is_leaf)
-
-
-def _content_of_dict(x: Any) -> Content:
-  cls: Any = type(x)
-  make: Any = cls
-  # JAX sorts the keys of a dict, but not of an OrderedDict. The order of insertion is kept here, so
-  # that a user's loop over the dict sees it.
-  keys: Any = tuple(x) if cls is collections.OrderedDict else list(x)
-  more: list[Any] = [x.default_factory] if cls is collections.defaultdict else []
-  return Content(list(x.values()), keys, lambda parts: make(*more, zip(keys, parts, strict=True)))
-
-
-def _content_of_node(x: Any, is_leaf: IsLeaf | None) -> Content:
-  """Returns the content of a node that is registered with JAX."""
-  cls: Any = type(x)
-  # One level: every child is a leaf, or as `is_leaf` says.
+  # A node that is registered with JAX. One level: every child is a leaf, or as `is_leaf` says.
   stop = is_leaf or (lambda _: True)
   parts, treedef = jax.tree.flatten(x, is_leaf=lambda y: y is not x and stop(y))
   order = list(x) if cls.__name__ == "FrozenDict" else []  # JAX sorts the keys of these too.

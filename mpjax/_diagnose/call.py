@@ -13,11 +13,11 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.boundary import Boundary, jax_order
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
+from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import Path, leaf_paths
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxpr.steps import body_of
-from mpjax._policy.active import AUDIT, AuditRecord
+from mpjax._policy.audit_record import AUDIT, AuditRecord
 
 
 def is_array(x: Leaf) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int
+from mpjax._core.frameworks import is_nnx_object
 from mpjax._core.leaves import raw_value
-from mpjax._core.nnx_objects import is_nnx_object
 from mpjax._core.types import KeyPath, OptState, Params, PyTree, is_inexact
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
 from mpjax._optim.optimizer_trees import differentiated, key_text

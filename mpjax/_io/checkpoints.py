@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import (
   as_array,
   check_leaves,
@@ -24,7 +25,6 @@ from mpjax._core.leaves import (
   raw_value,
   refuse_overflow,
 )
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, listed
+from mpjax._core.frameworks import is_of_nnx
 from mpjax._core.leaves import Path, leaf_paths
-from mpjax._core.nnx_objects import is_of_nnx
 from mpjax._core.trees import is_floating
 from mpjax._core.types import FLOAT32, DType, Leaf, Params
 from mpjax._io.used_dtypes import cast_leaves

@@ -15,8 +15,8 @@ from mpjax._core.errors import (
   MpjaxValueError,
   kind_of,
 )
+from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import Path, raw_value
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.types import Array, KeyPath, Leaf, OptState, PyTree
 from mpjax._optim.loss_scale import (
   LARGEST,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import jax
 
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import raw_value
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.types import OptState
 from mpjax._optim.find_scale import is_scaling_state, with_classes
 from mpjax._optim.optimizer_trees import stands_for

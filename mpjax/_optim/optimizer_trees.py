@@ -12,8 +12,8 @@ import optax
 from jax.core import Tracer
 
 from mpjax._core.errors import MpjaxValueError, listed
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import is_key, raw_value
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import (
   in_low_precision,
   is_array_like,

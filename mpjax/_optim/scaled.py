@@ -23,8 +23,13 @@ from jax.tree_util import default_registry
 
 from mpjax._autocast.boundary import tracers_in
 from mpjax._core.errors import MpjaxTypeError, check_call, check_callable, flax_errors, kind_of
-from mpjax._core.frameworks import framework_of, haiku_state, kind_of_model
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
+from mpjax._core.frameworks import (
+  framework_of,
+  haiku_state,
+  is_nnx_object,
+  is_nnx_variable,
+  kind_of_model,
+)
 from mpjax._core.trees import mapped
 from mpjax._core.types import (
   Args,
@@ -44,7 +49,7 @@ from mpjax._jaxpr.compat import varying_axes
 from mpjax._optim.find_scale import find_scale, scale_reader
 from mpjax._optim.loss_scale import positive_scale
 from mpjax._optim.optimizer_trees import at_least_float32
-from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AUDIT
 
 _CALL = "mpjax.scaled"
 _WHERE = f"{_CALL}(loss_fn, opt_state)"

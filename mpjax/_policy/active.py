@@ -1,25 +1,16 @@
-"""The state that is active while a model runs under a policy; audit records; `full_precision`."""
+"""The state that is active while a model runs under a policy."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._core.frameworks import check_function
-from mpjax._core.trees import low_to_float32, map_arrays
-from mpjax._core.types import Class, DType, P
-from mpjax._core.wrappers import wraps
+from mpjax._core.types import Class, DType
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, Rule
-
-AUDIT = jax.make_user_context(None)
-"""The `AuditRecord` of the audit that traces in this thread; None outside of an audit."""
+from mpjax._policy.rules import NO_POLICY, ModulePolicy
 
 AUTOCAST = jax.make_user_context(None)
 """The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
@@ -63,11 +54,8 @@ class Active:
   in_low_precision: bool = False  # whether it is inside `mpjax.low_precision`
   # These two are mutable, so they take no part in comparisons.
   failed: list[Class] | None = dataclasses.field(default=None, compare=False)  # see `attempts`
-  # The scope of `mpjax.policy_scope` that was entered last, or None.
-  token: "ScopeToken | None" = dataclasses.field(default=None, compare=False)
-
-  def __hash__(self) -> int:
-    return hash(self.region)  # It is faster than a hash of all fields.
+  # The `ScopeToken` of the `mpjax.policy_scope` that was entered last, or None.
+  token: Any = dataclasses.field(default=None, compare=False)
 
 
 NUMBERS = 1024
@@ -117,107 +105,3 @@ ACTIVE = _ActiveState()
 def outside_policies() -> bool:
   """Whether the caller is inside `full_precision` or `low_precision`, where no policy is active."""
   return ACTIVE.value is not None and ACTIVE.value.outside_policies
-
-
-@dataclasses.dataclass(eq=False)
-class ScopeToken:
-  """A scope that a thread has entered. Scopes may be left in any order."""
-
-  before: Active | None  # the state that was active before
-  opened: contextlib.ExitStack  # contexts to close with the scope
-  reached: ModuleRecord | None = None  # modules that run in it; None if it has no effect
-  has_inner: bool = False  # whether another scope was entered inside
-  left: bool = False
-  thread: int = dataclasses.field(default_factory=threading.get_ident)
-
-
-class AuditedModule(NamedTuple):
-  """A module that was called under a policy, see `ModulePolicy`. The policy beats `own_dtype`."""
-
-  name: str  # its class
-  policy: Policy | None
-  rule: Rule | None  # the rule that gives the policy
-  own_dtype: str | None  # its attribute `dtype`
-  is_norm: bool = False  # whether it is a norm of Flax
-  hidden: tuple[Rule, ...] = ()  # later rules that match it too
-
-
-class AuditRecord:
-  """Notes of a function that is traced for an audit.
-
-  A record equals only itself, so every jitted function is traced again, with its marks.
-
-  Attributes:
-    modules: the modules by path.
-    rules: how many modules each rule picked.
-    hidden: how many modules each rule matched that an earlier rule picked.
-    uses: "autocast" and "loss scale", if the function uses them.
-    shows_roundings: whether each rounding is an operation of the jaxpr. A number that low
-      precision rounds has a cast, and an operand that a recipe quantises a `format_rounding`.
-      Otherwise the rewriter writes the rounded number, and the steps of the recipe.
-  """
-
-  def __init__(self, *, shows_roundings: bool = False) -> None:
-    self.shows_roundings = shows_roundings
-    self.uses: set[str] = set()
-    self.modules: dict[str, AuditedModule] = {}
-    self.rules, self.hidden = Counter[Rule](), Counter[Rule]()
-
-  def note(self, path: str, module: AuditedModule) -> None:
-    """Notes a module that is called. Only its first call counts for the rules."""
-    if path not in self.modules and module.rule is not None:
-      self.rules[module.rule] += 1
-      self.hidden.update(module.hidden)
-      self.note_rules(module.hidden)
-    self.modules[path] = module
-
-  def note_rules(self, rules: Iterable[Rule]) -> None:
-    """Notes rules that the user gave, whether they pick a module or not."""
-    self.rules.update(dict.fromkeys(rules, 0))
-
-
-R = TypeVar("R")
-
-FULL_PRECISION = "mpjax.full_precision"
-"""The named scope that marks the region for autocast."""
-
-
-def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
-  """Keep autocast and policies out of a function.
-
-  Operations inside run in the dtypes in which they are written. A policy or an autocast inside has
-  no effect. Under a policy, float16 and bfloat16 arguments are cast to float32. The results are
-  float32, and their consumers choose their own dtypes.
-
-  Args:
-    fn: any function of trees of arrays. NNX modules and variables are passed as they are, and so
-      are containers without 16-bit arrays. So `fn` can write to them.
-
-  Returns:
-    A function with the signature of `fn`.
-
-  Raises:
-    MpjaxTypeError: `fn` is not a function, or is a Linen model without variables.
-
-  >>> import jax, jax.numpy as jnp, mpjax
-  >>> @mpjax.full_precision
-  ... def precise(x, w):
-  ...   return x @ w
-  >>> jaxpr = jax.make_jaxpr(mpjax.autocast(precise))(jnp.ones((2, 2)), jnp.ones((2, 2)))
-  >>> [eqn.primitive.name for eqn in jaxpr.eqns]
-  ['dot_general']
-  """
-  check_function(fn, "mpjax.full_precision(fn)", "Pass it: mpjax.full_precision(jnp.matmul)(x, w).")
-
-  @wraps(fn)
-  def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-    around = ACTIVE.value or Active(outside_policies=True)
-    # Without a policy, or inside another `full_precision`, arguments stay in their dtypes.
-    if around.in_low_precision or not around.outside_policies:
-      args, kwargs = map_arrays(low_to_float32, (args, kwargs))
-      # The class of the state is that of Linen in a call of a Linen model.
-      around = type(around)(outside_policies=True)
-    with jax.named_scope(FULL_PRECISION), ACTIVE(around):
-      return fn(*args, **kwargs)
-
-  return wrapped

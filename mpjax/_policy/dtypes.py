@@ -41,7 +41,15 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   if dtype is None or dtype is float:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
     raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
-  parsed = _any_dtype(dtype, where)
+  try:
+    # NumPy knows more names than `NAMES`. The error for "int32" then says that it is not floating.
+    parsed = jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+  except TypeError:
+    if isinstance(dtype, str):
+      fix = f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
+      raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
+    fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
+    raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
   if not jnp.issubdtype(parsed, jnp.floating):
     fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
     raise MpjaxTypeError(where, expected=_FLOATING, got=parsed.name, fix=fix)
@@ -50,19 +58,6 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
     fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."
     raise MpjaxValueError(where, expected=_FLOATING, got=parsed.name, fix=fix)
   return parsed
-
-
-def _any_dtype(dtype: DTypeLike, where: str) -> DType:
-  """Returns the dtype of the argument of `parse_dtype`, floating or not."""
-  try:
-    # NumPy knows more names than `NAMES`. The error for "int32" then says that it is not floating.
-    return jnp.dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
-  except TypeError:
-    if isinstance(dtype, str):
-      fix = f"Did you mean {alternatives(nearest(dtype, NAMES))}?"
-      raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
-    fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
-    raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
 
 
 MatmulPrecision: TypeAlias = jax.lax.Precision | jax.lax.DotAlgorithmPreset

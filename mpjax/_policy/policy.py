@@ -114,11 +114,38 @@ class Policy:
     }
     # The class is frozen, so fields are not set as attributes.
     fields = vars(self)
-    for name, dtype in dtypes.items():
-      fields[name] = _parse_field(name, dtype)
+    for name, given in dtypes.items():
+      # The other two fields have a dtype always, so `parse_dtype` refuses None for them.
+      if given is None and name in ("output_dtype", "weight_grad_dtype"):
+        fields[name] = None
+        continue
+      where = f"mpjax.Policy({name}=...)"
+      fields[name] = dtype = parse_dtype(given, where)
+      if dtype.itemsize == 1 and name != "param_dtype":
+        raise MpjaxTypeError(
+          where,
+          expected="a dtype in which JAX can add, such as 'bfloat16'",
+          got=dtype.name,
+          fix="Use 8-bit dtypes for param_dtype only. For matmuls, write matmul=mpjax.Float8().",
+        )
     # Each dtype is valid by itself. Now the fields are checked against each other.
     compute, weight_grad = self.compute_dtype, self.weight_grad_dtype
-    _check_dtypes(self.param_dtype, compute, weight_grad)
+    if self.param_dtype == np.float64 and compute != np.float64:
+      raise MpjaxValueError(
+        "mpjax.Policy(param_dtype=...)",
+        expected="float64 parameters with compute_dtype='float64'",
+        got=f"float64 with compute_dtype={compute.name}",
+        fix="JAX multiplies float64 parameters in float64. Store them in float32.",
+      )
+    # A narrower dtype would round gradients again. Float16 and bfloat16 do not hold each other.
+    least = max(4, compute.itemsize + 1)
+    if weight_grad is not None and weight_grad != compute and weight_grad.itemsize < least:
+      raise MpjaxValueError(
+        "mpjax.Policy(weight_grad_dtype=...)",
+        expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
+        got=f"{weight_grad.name} with compute_dtype={compute.name}",
+        fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
+      )
     fields["precision"] = fields["matmul"] = None
     if precision is not None:
       fields["precision"] = parse_precision(precision, compute, weight_grad)
@@ -191,44 +218,6 @@ class Policy:
     return tree if self.output_dtype is None else _cast(tree, self.output_dtype)
 
 
-def _parse_field(name: str, value: DTypeLike | None) -> DType | None:
-  """Returns the dtype of the field `name` of a policy."""
-  # The other two fields have a dtype always, so `parse_dtype` refuses None for them.
-  if value is None and name in ("output_dtype", "weight_grad_dtype"):
-    return None
-  where = f"mpjax.Policy({name}=...)"
-  dtype = parse_dtype(value, where)
-  if dtype.itemsize == 1 and name != "param_dtype":
-    raise MpjaxTypeError(
-      where,
-      expected="a dtype in which JAX can add, such as 'bfloat16'",
-      got=dtype.name,
-      fix="Use 8-bit dtypes for param_dtype only. For matmuls, write matmul=mpjax.Float8().",
-    )
-  return dtype
-
-
-def _check_dtypes(param: DType, compute: DType, weight_grad: DType | None) -> None:
-  """Raises MpjaxValueError if the dtypes of a policy do not fit each other."""
-  if param == np.float64 and compute != np.float64:
-    raise MpjaxValueError(
-      "mpjax.Policy(param_dtype=...)",
-      expected="float64 parameters with compute_dtype='float64'",
-      got=f"float64 with compute_dtype={compute.name}",
-      fix="JAX multiplies float64 parameters in float64. Store them in float32.",
-    )
-  # A narrower dtype would round gradients again. Float16 and bfloat16 do not hold each other.
-  if weight_grad is None or weight_grad == compute:
-    return
-  if weight_grad.itemsize < 4 or weight_grad.itemsize <= compute.itemsize:
-    raise MpjaxValueError(
-      "mpjax.Policy(weight_grad_dtype=...)",
-      expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
-      got=f"{weight_grad.name} with compute_dtype={compute.name}",
-      fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
-    )
-
-
 PolicyLike: TypeAlias = str | Policy
 """The argument of each public call that takes a policy."""
 
@@ -244,16 +233,33 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
   if isinstance(policy, Policy):
     return policy
   if not isinstance(policy, str):
-    raise _not_a_string(policy, where)
+    # `jnp.bfloat16` has an attribute `dtype`. NumPy's scalar types, such as `np.float16`, have a
+    # descriptor of that name instead.
+    is_scalar_type = isinstance(policy, type) and issubclass(policy, np.generic)
+    dtype = np.dtype(policy) if is_scalar_type else getattr(policy, "dtype", policy)
+    name = dtype.name if isinstance(dtype, np.dtype) else "bfloat16"
+    raise MpjaxTypeError(
+      where,
+      expected=_EXPECTED,
+      got=shortened(" ".join(repr(policy).split()), 80),
+      fix=f'Pass a string, such as "{_MIXED.get(name, name)}", or a mpjax.Policy.',
+    )
   name = policy.strip()
   dtype = NAMES.get(name.lower(), name)
   # "bfloat16" is a preset with one dtype for all. The short "bf16" means "mixed_bfloat16".
   if name.lower() not in _PRESETS:
     name = _MIXED.get(dtype, dtype)
   items = _PRESETS.get(name, name)
-  if "=" not in items:
-    raise _unknown_preset(policy, name, where, example)
-  return Policy(**_parse_items(items, policy, where))
+  if "=" in items:
+    return Policy(**_parse_items(items, policy, where))
+  meant = _presets_like(name)
+  if meant:
+    fix = f"Did you mean {alternatives(meant)}?"
+  elif example is not None:
+    fix = example
+  else:
+    fix = 'Write "mixed_bfloat16", or dtypes, as in "params=f32,compute=bf16".'
+  raise MpjaxValueError(where, expected=_EXPECTED, got=repr(policy), fix=fix)
 
 
 def shortest_text(policy: Policy) -> str:
@@ -287,33 +293,6 @@ def _parse_items(items: str, policy: str, where: str) -> dict[str, str]:
     got = f"{item.strip()!r} as item {position} of {policy!r}"
     raise MpjaxValueError(where, expected=_EXPECTED, got=got, fix=fix)
   return fields
-
-
-def _not_a_string(policy: Any, where: str) -> MpjaxTypeError:
-  """Returns the error for an argument that is not a policy; for a dtype it names the preset."""
-  # `jnp.bfloat16` has an attribute `dtype`. NumPy's scalar types, such as `np.float16`, have a
-  # descriptor of that name instead.
-  is_scalar_type = isinstance(policy, type) and issubclass(policy, np.generic)
-  dtype = np.dtype(policy) if is_scalar_type else getattr(policy, "dtype", policy)
-  name = dtype.name if isinstance(dtype, np.dtype) else "bfloat16"
-  return MpjaxTypeError(
-    where,
-    expected=_EXPECTED,
-    got=shortened(" ".join(repr(policy).split()), 80),
-    fix=f'Pass a string, such as "{_MIXED.get(name, name)}", or a mpjax.Policy.',
-  )
-
-
-def _unknown_preset(policy: str, name: str, where: str, example: str | None) -> MpjaxValueError:
-  """Returns the error for a string that names no preset; it suggests similar ones."""
-  meant = _presets_like(name)
-  if meant:
-    fix = f"Did you mean {alternatives(meant)}?"
-  elif example is not None:
-    fix = example
-  else:
-    fix = 'Write "mixed_bfloat16", or dtypes, as in "params=f32,compute=bf16".'
-  return MpjaxValueError(where, expected=_EXPECTED, got=repr(policy), fix=fix)
 
 
 _WORDS = {

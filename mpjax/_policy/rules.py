@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeGuard
+from typing import Any, NamedTuple, Self
 
 from mpjax._core.errors import (
   MpjaxTypeError,
@@ -63,18 +63,48 @@ class Rule:
     rewrite: bool = True,
   ) -> None:
     selectors = {"path": path, "module": module, "where": where}
-    name = _only_selector(selectors)
-    expected = _requirement(name, selectors[name])
+    names = [name for name, value in selectors.items() if value is not None]
+    if len(names) != 1:
+      raise MpjaxValueError(
+        "mpjax.Rule(...)",
+        expected="exactly one of path=, module= and where=",
+        got=" and ".join(f"{name}=" for name in names) or "none of them",
+        fix="Write one rule for each selector; where= can combine conditions.",
+      )
+    expected = None
+    if isinstance(path, str):
+      check_glob(path, "mpjax.Rule(path=...)", "For anything else pass re.compile(...).")
+    elif path is not None and not isinstance(path, re.Pattern):
+      expected = "a glob or a compiled regular expression"
+    elif module is not None:
+      classes = module if isinstance(module, tuple) else (module,)
+      if not classes or not all(isinstance(x, type) for x in classes):
+        expected = "a class or a non-empty tuple of classes"
+    elif where is not None and not callable(where):
+      expected = "a predicate on the bound module"
     if expected is not None:
       raise MpjaxTypeError(
-        f"mpjax.Rule({name}=...)",
+        f"mpjax.Rule({names[0]}=...)",
         expected=expected,
-        got=repr(selectors[name]),
+        got=repr(selectors[names[0]]),
         fix="See mpjax.Rule for what each selector takes, such as module=nn.Dense.",
       )
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
-    _check_rewrite(rewrite, parsed)
+    if not isinstance(rewrite, bool):
+      raise MpjaxTypeError(
+        "mpjax.Rule(rewrite=...)",
+        expected="True or False",
+        got=repr(rewrite),
+        fix="Write rewrite=False for a module with a kernel.",
+      )
+    if not rewrite and not computes_in_half(parsed):
+      raise MpjaxValueError(
+        "mpjax.Rule(rewrite=False)",
+        expected="a policy that computes in float16 or bfloat16",
+        got=policy_text(parsed),
+        fix="Leave out rewrite=. In float32 nothing is rewritten.",
+      )
     # The class is frozen, so that a rule can be part of cache keys.
     for field, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
       object.__setattr__(self, field, value)
@@ -137,55 +167,6 @@ def quoted(text: str) -> str:
   # `repr` prefers single quotes.
   code = repr(text)
   return code if '"' in text else f'"{code[1:-1]}"'
-
-
-def _only_selector(selectors: Mapping[str, object]) -> str:
-  """Returns the name of the selector that was given; raises unless it is one."""
-  names = [name for name, value in selectors.items() if value is not None]
-  if len(names) != 1:
-    raise MpjaxValueError(
-      "mpjax.Rule(...)",
-      expected="exactly one of path=, module= and where=",
-      got=" and ".join(f"{name}=" for name in names) or "none of them",
-      fix="Write one rule for each selector; where= can combine conditions.",
-    )
-  return names[0]
-
-
-def _requirement(name: str, selector: object) -> str | None:
-  """Returns the expected type of a selector that has the wrong one, or None.
-
-  Raises MpjaxValueError for a malformed glob.
-  """
-  if name == "path":
-    if isinstance(selector, str):
-      otherwise = "For anything else pass re.compile(...)."
-      check_glob(selector, "mpjax.Rule(path=...)", otherwise)
-      return None
-    return None if isinstance(selector, re.Pattern) else "a glob or a compiled regular expression"
-  if name == "module":
-    classes = selector if isinstance(selector, tuple) else (selector,)
-    is_classes = bool(classes) and all(isinstance(x, type) for x in classes)
-    return None if is_classes else "a class or a non-empty tuple of classes"
-  return None if callable(selector) else "a predicate on the bound module"
-
-
-def _check_rewrite(rewrite: object, policy: Policy | None) -> None:
-  """Raises an error unless `rewrite` is a bool that has an effect under a policy."""
-  if not isinstance(rewrite, bool):
-    raise MpjaxTypeError(
-      "mpjax.Rule(rewrite=...)",
-      expected="True or False",
-      got=repr(rewrite),
-      fix="Write rewrite=False for a module with a kernel.",
-    )
-  if not rewrite and not computes_in_half(policy):
-    raise MpjaxValueError(
-      "mpjax.Rule(rewrite=False)",
-      expected="a policy that computes in float16 or bfloat16",
-      got=policy_text(policy),
-      fix="Leave out rewrite=. In float32 nothing is rewritten.",
-    )
 
 
 _NOT_IN_GLOBS = frozenset(r".\()|+^${}")
@@ -310,19 +291,15 @@ def _report_hidden(rules: Sequence[Rule], unmatched: str) -> None:
     # A hidden rule with the same effect is harmless.
     if earlier is None or (earlier.policy, earlier.rewrite) == (rule.policy, rule.rewrite):
       continue
+    error = UnmatchedRuleError(
+      f"rules: {rule}",
+      expected="a rule that can apply",
+      got=f"one after {earlier}, which matches all of its modules",
+      fix="The first match wins: put the special rule first, or drop this one.",
+    )
     if unmatched == "raise":
-      raise _hidden(rule, earlier)
-    warnings.warn(str(_hidden(rule, earlier)), stacklevel=4)
-
-
-def _hidden(rule: Rule, earlier: Rule) -> UnmatchedRuleError:
-  """Returns the error of a rule that an earlier one hides."""
-  return UnmatchedRuleError(
-    f"rules: {rule}",
-    expected="a rule that can apply",
-    got=f"one after {earlier}, which matches all of its modules",
-    fix="The first match wins: put the special rule first, or drop this one.",
-  )
+      raise error
+    warnings.warn(str(error), stacklevel=4)
 
 
 def _covers(first: Rule, other: Rule) -> bool:
@@ -332,18 +309,11 @@ def _covers(first: Rule, other: Rule) -> bool:
   if selectors[0] == selectors[1] or first.path == "**":
     return True
   if first.module is not None and other.module is not None:
-    return all(issubclass(x, first.module) for x in _classes(other.module))
-  return _is_literal(other.path) and first.path is not None and first.matches(None, other.path)
-
-
-def _classes(module: Class | tuple[Class, ...]) -> tuple[Class, ...]:
-  """Returns the classes of a selector as a tuple."""
-  return module if isinstance(module, tuple) else (module,)
-
-
-def _is_literal(path: str | re.Pattern[str] | None) -> TypeGuard[str]:
-  """Whether a selector is the path of one module, without wildcards."""
-  return isinstance(path, str) and not set(path) & set("*?[")
+    classes = other.module if isinstance(other.module, tuple) else (other.module,)
+    return all(issubclass(x, first.module) for x in classes)
+  if first.path is None or not isinstance(other.path, str) or set(other.path) & set("*?["):
+    return False
+  return first.matches(None, other.path)
 
 
 def policy_text(policy: Policy | None) -> str:
@@ -366,7 +336,6 @@ class ModulePolicy(NamedTuple):
 
   policy: Policy | None  # None if the module is unchanged
   rule: Rule | None = None  # the rule that gives the policy
-  exempt: bool = False  # whether a rule leaves the module, and all modules inside, unchanged
   begins: bool = False  # whether the policy or the rule differs from those of the module around
   # The dtype of the results if this is the outermost module that is called.
   output_dtype: DType | None = None
@@ -403,33 +372,25 @@ def resolve_policy(
     all_matches: whether to find the rules that an earlier match hides.
   """
   inherited = outer.inherited()
-  # The order of the branches is the precedence.
-  if outer.exempt:
+  # The order of the branches is the precedence. A rule with None leaves a module, and all modules
+  # inside, unchanged.
+  if outer.rule is not None and outer.policy is None:
     resolved = inherited
   elif isinstance(own, Policy):
     resolved = ModulePolicy(own, begins=own != outer.policy)
   else:
     rule = first_match(config.rules, module, path)
-    resolved = inherited if rule is None else _policy_by(rule, outer)
-    # For audits alone, since a predicate of the user is called once more for each module.
-    if rule is not None and all_matches:
-      others = (each for each in config.rules if each is not rule)
-      resolved = resolved._replace(hidden=tuple(x for x in others if x.matches(module, path)))
-  return resolved._replace(output_dtype=_output_dtype(resolved.policy, config.policy))
-
-
-def _policy_by(rule: Rule, outer: ModulePolicy) -> ModulePolicy:
-  """Returns the policy of a module that a rule matches, inside a module with policy `outer`."""
-  begins = rule.policy != outer.policy or rule != outer.rule
-  return ModulePolicy(rule.policy, rule, exempt=rule.policy is None, begins=begins)
-
-
-def _output_dtype(*policies: Policy | None) -> DType | None:
-  """Returns the output dtype of the first policy that has one."""
-  for policy in policies:
-    if policy is not None and policy.output_dtype is not None:
-      return policy.output_dtype
-  return None
+    resolved = inherited
+    if rule is not None:
+      begins = rule.policy != outer.policy or rule != outer.rule
+      resolved = ModulePolicy(rule.policy, rule, begins=begins)
+      # For audits alone, since a predicate of the user is called once more for each module.
+      if all_matches:
+        others = (each for each in config.rules if each is not rule)
+        resolved = resolved._replace(hidden=tuple(x for x in others if x.matches(module, path)))
+  # The output dtype is that of the first of these policies that has one.
+  dtypes = [p.output_dtype for p in (resolved.policy, config.policy) if p is not None]
+  return resolved._replace(output_dtype=next((x for x in dtypes if x is not None), None))
 
 
 def with_enclosing(paths: Iterable[str]) -> set[str]:
@@ -469,49 +430,42 @@ class ModuleRecord:
     """
     if self.config.unmatched == "ignore":
       return
-    for rule in self.config.rules:
-      if rule not in self.matched:
-        error = self.unmatched(rule, origin, kind)
-        if self.config.unmatched == "raise":
-          raise error
-        warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
-
-  def unmatched(self, rule: Rule, origin: str, kind: str = "module") -> UnmatchedRuleError:
-    """Returns the error for a rule that matches none of the modules."""
     # `autocast` has no argument `unmatched`.
     may_ignore = kind != "jax.named_scope"
     ignore = ', or pass unmatched="ignore"' if may_ignore else ", or add that scope"
-    return UnmatchedRuleError(
-      f"rules: {rule}",
-      expected=f"a rule that picks out at least one {kind}",
-      got=f"none of the {len(self.classes)} {kind}s {origin}",
-      fix=f"{self._near(rule, kind)} Fix the selector{ignore}.",
-    )
+    for rule in self.config.rules:
+      if rule in self.matched:
+        continue
+      error = UnmatchedRuleError(
+        f"rules: {rule}",
+        expected=f"a rule that picks out at least one {kind}",
+        got=f"none of the {len(self.classes)} {kind}s {origin}",
+        fix=f"{self._near(rule, kind)} Fix the selector{ignore}.",
+      )
+      if self.config.unmatched == "raise":
+        raise error
+      warnings.warn(f"{error} {note}".rstrip(), stacklevel=stacklevel + 1)
 
   def _near(self, rule: Rule, kind: str) -> str:
-    """Returns sentences with similar classes or paths of the model."""
+    """Returns sentences with the classes of the model, or with its paths nearest to the rule's."""
     sought = rule.path.pattern if isinstance(rule.path, re.Pattern) else rule.path
-    sentences = [self._present(rule, sought, kind)]
+    paths = sorted({*self.classes} - {""})
+    if rule.module is not None:
+      text = f"The model's classes: {', '.join(sorted({*self.classes.values()} - {''}))}."
+    elif not paths:
+      text = f"The only {kind} is the root, path ''."
+    else:
+      # A predicate has no path to compare with. The text then has the first paths of the model.
+      close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
+      text = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
+      if kind == "module" and sought is not None:
+        text += " Rules select modules, not parameters."
+      if any(path.endswith(f"/{sought}") for path in paths):
+        text += f' Paths begin at the root: "**/{sought}" is at any depth.'
     # Profiles and reports of Flax begin paths with the name or the class of the root. Users copy
     # them into rules.
     first, _, below = (sought or "").partition("/")
     root = next((item for item in self.classes.items() if item[1]), ())
     if below and first in root:
-      sentences.append(f"The name of the root, {first!r}, is no part of paths: write {below!r}.")
-    return " ".join(sentences)
-
-  def _present(self, rule: Rule, sought: str | None, kind: str) -> str:
-    """Returns a sentence with the classes of the model, or with its paths nearest to `sought`."""
-    if rule.module is not None:
-      return f"The model's classes: {', '.join(sorted({*self.classes.values()} - {''}))}."
-    paths = sorted({*self.classes} - {""})
-    if not paths:
-      return f"The only {kind} is the root, path ''."
-    # A predicate has no path to compare with. The text then has the first paths of the model.
-    close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
-    text = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
-    if kind == "module" and sought is not None:
-      text += " Rules select modules, not parameters."
-    if any(path.endswith(f"/{sought}") for path in paths):
-      text += f' Paths begin at the root: "**/{sought}" is at any depth.'
+      text += f" The name of the root, {first!r}, is no part of paths: write {below!r}."
     return text

@@ -7,14 +7,14 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax._policy import active
-from mpjax._policy.active import ACTIVE, AUDIT, Region, outside_policies
+from mpjax._policy.active import ACTIVE, Active, Region, outside_policies
+from mpjax._policy.audit_record import AUDIT
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax.linen._repeated_call import TracedCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinenActive(active.Active):
+class LinenActive(Active):
   """The active state inside a call of a Linen module.
 
   Fields:
@@ -38,8 +38,6 @@ class LinenActive(active.Active):
   root: weakref.ref[Scope] | None = dataclasses.field(default=None, compare=False)
   met: ModuleRecord | None = dataclasses.field(default=None, compare=False)
   again: list[TracedCall] = dataclasses.field(default_factory=list, compare=False)
-
-  __hash__ = active.Active.__hash__
 
 
 def current() -> LinenActive | None:

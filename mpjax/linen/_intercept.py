@@ -1,26 +1,40 @@
-"""Intercept each call of a Linen module's method while a policy is active."""
+"""Intercept each call of a Linen module's method while a policy is active.
+
+The outermost call is traced as a pure function, and rewritten. The calls inside of it mark their
+operations for that.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, cast
 
 import flax.linen as nn
-from flax.core import Scope
+import jax
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
 
-from mpjax._autocast.module_calls import begins_trace, module_call
-from mpjax._core.trees import instances_in
-from mpjax._core.types import Args, Function, Kwargs, PyTree, Variables
+from mpjax._autocast.boundary import Boundary, InDtype, check_returned
+from mpjax._autocast.module_calls import (
+  array,
+  attempts,
+  begins_trace,
+  call_rewritten,
+  module_call,
+  with_own_dtypes,
+)
+from mpjax._core.trees import instances_in, mapped
+from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._policy.active import ACTIVE, Region, outside_policies
-from mpjax._policy.rules import ModulePolicy, PolicyConfig
-from mpjax.linen import _layers
+from mpjax._policy.policy import Policy
+from mpjax._policy.rules import PolicyConfig
 from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
 from mpjax.linen._initialize import store_caches, store_parameters
-from mpjax.linen._outermost import BoundCall
+from mpjax.linen._layers import LAYERS, collections_with
 from mpjax.linen._paths import flag_paths
-from mpjax.linen._repeated_call import TracedCall
+from mpjax.linen._repeated_call import TracedCall, in_order
 
 
 @contextlib.contextmanager
@@ -48,152 +62,212 @@ def intercept(
   """Calls a method in the region of its module: an interceptor for `nn.intercept_methods`."""
   active, module, name = current(), context.module, context.method_name
   scope = module.scope
-  if active is None or active.config is None or scope is None or not _is_method(module, name):
+  # `nn.scan(body)` and other lifted transforms show `body` as a method that the class does not
+  # have. It belongs to the module that calls it. As a call of its own, its carry would return in
+  # another dtype, and the scan would raise.
+  is_method = callable(getattr(type(module), name, None))
+  if active is None or active.config is None or scope is None or not is_method:
     return next_fun(*args, **kwargs)
   # Rules with paths need traces of their own, see `_paths.py`.
   if active.config.by_path:
     flag_paths((module, *instances_in((args, kwargs), nn.Module)))
-  resolved = module_policy(active, active.config, module)
-  first = _first_call(active, module, name)
-  if first is not None:
-    # Flax calls the method again in order to trace it. Its arguments came through the first call.
-    args, kwargs = first.arguments(args, kwargs)
-  call = _MethodCall(
-    module=module,
-    scope=scope,
-    name=name,
-    method=next_fun,
-    args=args,
-    kwargs=kwargs,
-    path=module_path(active, module),
-    resolved=resolved,
-    initializing=module.is_initializing(),
-    first=first,
-  )
-  state = _state_of_call(active, module, name, resolved)
-  return call.traced(state, context) if call.is_outermost(active) else call.run(state)
+  resolved, path = module_policy(active, active.config, module), module_path(active, module)
+  initializing, is_setup = module.is_initializing(), name == "setup"
+  # Flax calls a method again in order to trace it, on a copy. Its arguments came through the first
+  # call. Flax runs `setup` of the copy before that.
+  first: TracedCall | None = None
+  if active.again:
+    in_order(module, active.again[-1].module)
+    if not is_setup:
+      first = active.again.pop()
+      args, kwargs = first.arguments(args, kwargs)
 
-
-def _is_method(module: nn.Module, name: str) -> bool:
-  """Whether a call is one of a method that the class of a module has."""
-  # `nn.scan(body)` and other lifted transforms show `body` as a method that the class does not
-  # have. It belongs to the module that calls it. As a call of its own, its carry would return in
-  # another dtype, and the scan would raise.
-  return callable(getattr(type(module), name, None))
-
-
-def _first_call(active: LinenActive, module: nn.Module, name: str) -> TracedCall | None:
-  """Returns the call that is repeated here, if the method is one that is being traced."""
-  if not active.again:
-    return None
-  active.again[-1].put_in_order(module)
-  # Flax runs `setup` of the copy first. It is not the repeated call.
-  return None if name == "setup" else active.again.pop()
-
-
-def _state_of_call(
-  active: LinenActive, module: nn.Module, name: str, resolved: ModulePolicy
-) -> LinenActive:
-  """Returns the state in which a module is called."""
-  if is_new_root(active, module):
-    # Weak, because the state is in keys of JAX's caches, which live as long as the program.
-    root = weakref.ref(module.scope)
-    active = dataclasses.replace(active, root=root, root_path=())
-  if module.path == active.root_path:
-    active = dataclasses.replace(active, of_root=resolved.inherited())
-  if name == "setup":  # Calls in `setup` belong to it, and are not traced by themselves.
-    active = dataclasses.replace(active, again=[], tracing=True)
-  return active
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _MethodCall:
-  """A call of a method of a bound module.
-
-  Fields:
-    module: the module.
-    scope: its scope.
-    name: the name of the method.
-    method: the method, with the interceptors inside of ours.
-    args: its positional arguments.
-    kwargs: its keyword arguments.
-    path: the path of the module.
-    resolved: the policy of the module.
-    initializing: whether it is part of `init`.
-    first: the call that is repeated here, in order to be traced.
-  """
-
-  module: nn.Module
-  scope: Scope
-  name: str
-  method: Function
-  args: Args
-  kwargs: Kwargs
-  path: str
-  resolved: ModulePolicy
-  initializing: bool
-  first: TracedCall | None
-
-  @property
-  def is_setup(self) -> bool:
-    return self.name == "setup"
-
-  def is_outermost(self, active: LinenActive) -> bool:
-    """Whether the call is traced and rewritten."""
-    # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw other
-    # numbers.
-    if self.initializing or self.is_setup:
-      return False
-    return begins_trace(active, self.resolved.policy, self.path)
-
-  def traced(self, state: LinenActive, context: nn.module.InterceptorContext) -> PyTree:
-    """Returns the result of the call, traced and rewritten."""
-    bound: Any = context.orig_method  # A partial: of the method, and the module.
-    policy = self.resolved.policy
-    call = BoundCall(
-      module=self.module,
-      method=bound.func,
-      args=self.args,
-      kwargs=self.kwargs,
-      policy=policy,
-      activate=activate,
-    )
-    return call.outputs(dataclasses.replace(state, region=Region(policy)), self.run)
-
-  def run(self, state: LinenActive) -> PyTree:
-    """Returns the result of the call, in the region of the module."""
-    module, resolved, initializing = self.module, self.resolved, self.initializing
+  def run(state: LinenActive) -> PyTree:
     # Notes for the check that each rule matches a module.
     for record in (state.record, state.met):
       if record is not None:
-        record.note(module, self.path)
-    layers = _layers.LAYERS
-    called = module_call(module, self.path, resolved, state, layers, initializing=initializing)
-    outputs = called.run(self.method, self.args, self.kwargs, initializing=initializing)
+        record.note(module, path)
+    called = module_call(module, path, resolved, state, LAYERS, initializing=initializing)
+    outputs = called.run(next_fun, args, kwargs, initializing=initializing)
     if initializing:
-      self._store(state)
-    # Cast to the output dtype, but not inside `full_precision`, whose results are the user's own.
-    if not (self._returns_own(state) or state.outside_policies):
+      # Store what `init` created in this call.
+      if resolved.policy is not None:
+        store_parameters(scope, resolved.policy)
+      # Caches are cast once, by the root, which runs `init` of the entire model again.
+      if not (state.entered or is_setup) and module.path == state.root_path:
+        init = functools.partial(module.clone(parent=None).init, method=name, **kwargs)
+        store_caches(scope, lambda rngs: init(rngs, *args), state)
+    # The results of `setup`, and those inside of `init`, are the model's own: computed from results
+    # that no module has rounded. Those inside `full_precision` are the user's own.
+    is_own = is_setup or (initializing and state.entered) or state.outside_policies
+    if not is_own:
       outputs = called.result(outputs)
-    if self.first is not None:
-      self.first.outputs = (outputs,)
+    if first is not None:
+      first.outputs = (outputs,)
     return outputs
 
-  def _store(self, state: LinenActive) -> None:
-    """Stores what `init` created in this call."""
-    if self.resolved.policy is not None:
-      store_parameters(self.scope, self.resolved.policy)
-    # Caches are cast once, by the root, which runs `init` of the entire model again.
-    is_root = not (state.entered or self.is_setup) and self.module.path == state.root_path
-    if not is_root:
-      return
-    init = functools.partial(self.module.clone(parent=None).init, method=self.name, **self.kwargs)
+  state = active
+  if is_new_root(active, module):
+    # Weak, because the state is in keys of JAX's caches, which live as long as the program.
+    state = dataclasses.replace(state, root=weakref.ref(scope), root_path=())
+  if module.path == state.root_path:
+    state = dataclasses.replace(state, of_root=resolved.inherited())
+  if is_setup:  # Calls in `setup` belong to it, and are not traced by themselves.
+    state = dataclasses.replace(state, again=[], tracing=True)
+  # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw other
+  # numbers.
+  if initializing or is_setup or not begins_trace(active, resolved.policy, path):
+    return run(state)
+  bound: Any = context.orig_method  # A partial: of the method, and the module.
+  rewrite = functools.partial(_rewritten, module, bound.func, args, kwargs, resolved.policy)
+  state = dataclasses.replace(state, region=Region(resolved.policy))
+  return attempts(rewrite, run, state, module_path(state, module))
 
-    def init_again(rngs: PyTree) -> Variables:
-      return init(rngs, *self.args)
 
-    store_caches(self.scope, init_again, state)
+# The outermost call
 
-  def _returns_own(self, state: LinenActive) -> bool:
-    """Whether the result is the model's own: computed from results that no module has rounded."""
-    return self.is_setup or (self.initializing and state.entered)
+
+def _rewritten(
+  module: nn.Module,
+  method: Function,
+  args: Args,
+  kwargs: Kwargs,
+  policy: Policy | None,
+  active: LinenActive,
+) -> PyTree:
+  """Returns the result of a call of a bound module, with the operations inside rewritten.
+
+  `lift.pack`, as in `nn.jit`, makes the method a function of variables, random keys and arguments,
+  and writes its changes back.
+
+  Args:
+    module: the module.
+    method: the function of its class.
+    args: the positional arguments of the method.
+    kwargs: its keyword arguments.
+    policy: the policy of the module.
+    active: the state of the call.
+  """
+  has_modules = next(instances_in((args, kwargs), nn.Module), None) is not None
+
+  # Raises an error if the method cannot be traced. It does so here, because Flax counts the names
+  # of submodules when it has lifted a method, and the method is to be called again.
+  @functools.wraps(method)
+  def checked(*args: Any, **kwargs: Any) -> PyTree:
+    before = Boundary((args, kwargs), lambda x: isinstance(x, nn.Module)).contents()
+    outputs = method(*args, **kwargs)
+    # Consume the generator: it raises NotTraceable for changes that cannot be copied back.
+    all(before.changed())
+    check_returned(Boundary(outputs).leaves)
+    return outputs
+
+  def lifted(fn: Function, scopes: PyTree, *copied_args: Any, **copied_kwargs: Any) -> PyTree:
+    def inner(
+      scope_fn: Function, repack_fn: Function, groups: tuple[PyTree, ...], rngs: PyTree
+    ) -> PyTree:
+      # The method may be traced several times: in float32, in the compute dtype, by a derivative. A
+      # trace counts the random keys that it makes, also one that raised. Without a restore, the
+      # next trace would draw other dropout masks than the model without a policy.
+      held = [x.scope for x in instances_in(vars(module), nn.Module) if x.scope is not None]
+      counters = [each.rng_counters for each in (*jax.tree.leaves(scope_fn(groups, rngs)), *held)]
+      counts = [dict(counter) for counter in counters]
+
+      def restore_counts() -> None:
+        for counter, count in zip(counters, counts, strict=True):
+          counter.clear()
+          counter.update(count)
+
+      # Flax sorted the keys of dicts, so take the user's arguments. Modules among them are Flax's
+      # copies, which belong to the trace.
+      given = (copied_args, copied_kwargs) if has_modules else (args, kwargs)
+      parameters, rest = groups
+      operands = (*mapped(array, (parameters, (rest, rngs))), *given)
+      inputs = Boundary(operands[1:]).leaves
+
+      def attempt(active: LinenActive) -> PyTree:
+        def traced(params: Variables, rest: PyTree, given: Args, keywords: Kwargs) -> PyTree:
+          restore_counts()
+          others, rngs = rest
+          scope = scope_fn((params, others), rngs)
+          again = TracedCall(module, *((args, kwargs) if has_modules else (given, keywords)))
+          with activate(dataclasses.replace(active, again=[again])):
+            outputs = fn(scope, *given, **keywords)
+          # The call around keeps an output for `capture_intermediates` too. Flax appends to a
+          # tuple, whose last entry alone can be of this call.
+          own, name = jax.tree.leaves(scope)[-1], method.__name__
+          captured = own.get_variable("intermediates", name)
+          if isinstance(captured, tuple) and captured and captured[-1] is outputs:
+            own.put_variable("intermediates", name, captured[:-1])
+          # The result of our interceptor, before interceptors of the user's. Without one, the
+          # method's own.
+          return (*again.outputs, outputs)[0], repack_fn(scope)
+
+        def stored(returned: tuple[PyTree, PyTree]) -> PyTree:
+          return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
+
+        traced.__name__ = type(module).__name__
+        return call_rewritten(traced, operands, active, policy, lambda _: inputs, stored)
+
+      try:
+        # Not in `attempts`: Flax counts the names of submodules when it has lifted a method.
+        return with_own_dtypes(attempt, active)
+      except BaseException:
+        restore_counts()
+        raise
+
+    # Two groups of variables: parameters, and all others (True).
+    filters = (collections_with(is_parameter=True), True)
+    return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
+
+  return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
+
+
+def applied(
+  model: nn.Module, active: LinenActive, variables: Variables, args: Args, kwargs: Kwargs
+) -> PyTree:
+  """Returns what `model.apply` does, with the operations of all its modules rewritten."""
+  if not isinstance(variables, Mapping):
+    return model.apply(variables, *args, **kwargs)
+  # With one of these, `apply` returns a pair: the result and the changed variables.
+  pair = kwargs.get("mutable", False) is not False or kwargs.get("capture_intermediates", False)
+
+  def inputs(operands: Args) -> list[Leaf]:
+    # Parameters are cast where they are used, by their role. All other arrays are inputs of the
+    # model.
+    parameters = collections_with(is_parameter=True)
+    state = [tree for col, tree in operands[0].items() if col not in parameters]
+    return Boundary((state, operands[1:])).leaves
+
+  def stored(returned: PyTree) -> PyTree:
+    return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
+
+  def rewrite(active: LinenActive) -> PyTree:
+    def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
+      with activate(active):  # A derivative traces it again, after the call has left this state.
+        return model.apply(variables, *args, **kwargs)
+
+    fn.__name__ = type(model).__name__
+    # A checkpoint may hold NumPy arrays, which a trace would take for constants.
+    operands = (mapped(array, variables), args, kwargs)
+    return call_rewritten(fn, operands, active, active.around.policy, inputs, stored)
+
+  def run_as_python(_: LinenActive) -> PyTree:
+    return model.apply(variables, *args, **kwargs)
+
+  return attempts(rewrite, run_as_python, active, model.name or "")
+
+
+def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:
+  """Returns variables in the dtypes of the stored ones. New variables keep their own."""
+  # Below a name that is new, there is nothing stored to compare with.
+  if isinstance(variables, Mapping):
+    there = stored if isinstance(stored, Mapping) else {}
+    marked = {name: _in_stored_dtypes(x, there.get(name)) for name, x in variables.items()}
+    return marked if isinstance(variables, dict) else cast(Any, type(variables))(marked)
+  if jax.tree.structure(variables) != jax.tree.structure(stored):
+    return variables
+
+  def leaf(x: Leaf, old: Leaf) -> Leaf:
+    return InDtype(x, old.dtype) if isinstance(x, jax.Array) and hasattr(old, "dtype") else x
+
+  return jax.tree.map(leaf, variables, stored)

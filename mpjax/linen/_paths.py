@@ -10,7 +10,9 @@ from mpjax._core.trees import instances_in
 from mpjax.linen._active import current
 
 # `nn.jit` reuses a trace for an equal module elsewhere. Under Rule("float32", path="b") the layer
-# "b" would run in the dtype of an equal layer "a". The flags of a scope are part of its key.
+# "b" would run in the dtype of an equal layer "a". Of what its key is made of, only the flags of a
+# module's scope can hold the path. They have to be there when the scope is created, because no
+# interceptor sees a call of a class of `nn.jit` before the key is made.
 _FLAG = "mpjax_path"
 
 
@@ -33,8 +35,12 @@ def flag_paths(modules: Iterable[nn.Module]) -> None:
 
 
 def _flagged(scope: Scope) -> Scope:
-  # Flax creates scopes in many functions and shares them by identity, so a copy would be another
-  # scope. Give the object itself the class. Without an active policy it behaves as before.
+  # A module creates the scopes of its submodules by `push` of its own scope, so that has to be a
+  # scope of ours. Flax has no hook for it: `push`, `rewound`, `lift.pack`, `bind` and `apply` name
+  # the class `Scope`, and children take over the flags of their parent (a test says so). A copy of
+  # our class does not do: it needs the variables, a private attribute, and would stay valid where
+  # Flax invalidates the original. So the object gets the class. Without an active policy it behaves
+  # as before.
   if type(scope) is Scope:
     scope.__class__ = PathScope
   active, path = current(), "/".join(scope.path)

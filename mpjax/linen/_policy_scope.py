@@ -12,10 +12,11 @@ from typing import Any, TypeVar, cast
 import flax.linen as nn
 
 from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, MpjaxValueError
-from mpjax._policy.active import ACTIVE, NUMBERS, ScopeToken, outside_policies
+from mpjax._policy.active import NUMBERS, outside_policies
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config, policy_text
-from mpjax.linen._active import LinenActive, begin, current
+from mpjax._policy.scope_token import ScopeToken, enter_scope, leave_scopes
+from mpjax.linen._active import begin, current
 from mpjax.linen._intercept import intercept
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,16 +61,6 @@ def policy_scope(
   return _Scope(dataclasses.replace(config, of_scope=True))
 
 
-def _check_decorated(func: Callable[..., Any]) -> None:
-  """Raises MpjaxTypeError for a function whose body runs after its call."""
-  later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-  if any(runs_later(func) for runs_later in later):
-    expected = "a function that has run when it returns"
-    got = f"{func.__qualname__}, a generator or an async function"
-    fix = "Write the with block inside of it: with mpjax.policy_scope(policy): ..."
-    raise MpjaxTypeError(f"@{_WHERE}", expected=expected, got=got, fix=fix)
-
-
 class _Scope:
   """A scope, which can be entered repeatedly: one after the other, nested, in several threads."""
 
@@ -81,7 +72,12 @@ class _Scope:
 
   def __call__(self, func: F) -> F:
     self._used = True
-    _check_decorated(func)
+    later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(runs_later(func) for runs_later in later):
+      expected = "a function that has run when it returns"
+      got = f"{func.__qualname__}, a generator or an async function"
+      fix = "Write the with block inside of it: with mpjax.policy_scope(policy): ..."
+      raise MpjaxTypeError(f"@{_WHERE}", expected=expected, got=got, fix=fix)
 
     @functools.wraps(func)
     def in_scope(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +104,9 @@ class _Scope:
       leave_scopes()
       if current() is None:  # A scope around this one has installed the interceptor.
         opened.enter_context(nn.intercept_methods(intercept))
-      token = activate_scope(begin(self._config, met=_reached_under(self._config)), opened)
+      with _lock:  # Two threads that enter equal scopes at once would have a record each.
+        reached = _records(self._config)
+      token = enter_scope(begin(self._config, met=reached), opened, reached)
     else:
       expected = "to be entered outside of a forward pass"
       policy = policy_text(active.around.policy)
@@ -125,8 +123,26 @@ class _Scope:
     self._entered.remove(last)
     leave_scopes(last)
     # After an error, modules that did not run are no surprise.
-    if exception is None and last.reached is not None:
-      _check_reached(last.reached, self._config, self._stacklevel + 1, last.has_inner)
+    if exception is not None or last.reached is None:
+      return
+    if last.reached.classes:
+      last.reached.check("that ran in the scope", self._stacklevel)
+      return
+    changes_nothing = self._config.policy is None and not self._config.rules
+    if last.has_inner or changes_nothing or self._config.unmatched == "ignore":
+      return
+    error = MpjaxValueError(
+      _WHERE,
+      expected="Linen modules that are called inside, in the thread that entered it",
+      got="none: nothing ran under the policy",
+      fix="Plain functions need mpjax.autocast(fn, policy), NNX models mpjax.with_policy(model, "
+      "policy). A model of with_policy runs under its own policy. A function that was compiled "
+      "before (.lower(...).compile()) keeps the dtypes it was compiled with. If nothing is to run, "
+      'pass unmatched="ignore".',
+    )
+    if self._config.unmatched == "raise":
+      raise error
+    warnings.warn(str(error), UserWarning, stacklevel=self._stacklevel)
 
 
 # A function that JAX traced in an equal scope is found in its cache, and calls no module. So
@@ -134,63 +150,3 @@ class _Scope:
 # long as the state of the scope has a number.
 _records = functools.lru_cache(maxsize=NUMBERS)(ModuleRecord)
 _lock = threading.Lock()
-
-
-def _reached_under(config: PolicyConfig) -> ModuleRecord:
-  """Returns the record of the modules that run in all scopes of an equal configuration."""
-  # Two threads that enter equal scopes at once would have a record each.
-  with _lock:
-    return _records(config)
-
-
-def _check_reached(
-  reached: ModuleRecord, config: PolicyConfig, stacklevel: int, has_inner: bool
-) -> None:
-  """Raises or warns if no module ran under `config`, or if a rule has picked out none."""
-  changes_nothing = config.policy is None and not config.rules
-  if reached.classes:
-    reached.check("that ran in the scope", stacklevel)
-  elif has_inner or changes_nothing or config.unmatched == "ignore":
-    return
-  elif config.unmatched == "raise":
-    raise _nothing_ran()
-  else:
-    warnings.warn(str(_nothing_ran()), UserWarning, stacklevel=stacklevel)
-
-
-def _nothing_ran() -> MpjaxValueError:
-  return MpjaxValueError(
-    _WHERE,
-    expected="Linen modules that are called inside, in the thread that entered it",
-    got="none: nothing ran under the policy",
-    fix="Plain functions need mpjax.autocast(fn, policy), NNX models mpjax.with_policy(model, "
-    "policy). A model of with_policy runs under its own policy. A function that was compiled "
-    "before (.lower(...).compile()) keeps the dtypes it was compiled with. If nothing is to run, "
-    'pass unmatched="ignore".',
-  )
-
-
-def activate_scope(state: LinenActive, opened: contextlib.ExitStack) -> ScopeToken:
-  """Makes a state active for a scope that may be left in any order."""
-  # A generator that yields inside a scope may leave it after another scope was entered. That one
-  # has to stay active, so leaving cannot simply restore the state before. It is restored when both
-  # scopes have been left.
-  before = ACTIVE.value
-  if before is not None and before.token is not None:
-    before.token.has_inner = True
-  token = ScopeToken(before, opened, state.met)
-  ACTIVE(dataclasses.replace(state, token=token)).__enter__()
-  return token
-
-
-def leave_scopes(token: ScopeToken | None = None) -> None:
-  """Leaves a scope, and restores what was before the innermost scopes that have been left."""
-  if token is not None:
-    token.left = True
-  active = ACTIVE.value
-  # Scopes that were left out of order are unwound here, from the innermost outwards.
-  while active is not None and active.token is not None and active.token.left:
-    innermost = active.token
-    active = innermost.before
-    ACTIVE(active).__enter__()
-    innermost.opened.close()

@@ -25,10 +25,6 @@ class TracedCall:
   kwargs: Kwargs
   outputs: tuple[()] | tuple[PyTree] = ()
 
-  def put_in_order(self, copy: nn.Module) -> None:
-    """Puts the fields of a copy of the module in the order of the original."""
-    _in_order(copy, self.module)
-
   def arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments of the second call, which came in as `args` and `kwargs`."""
     # The arguments of the first call. An interceptor of the user's that adds 1 has run in the first
@@ -36,10 +32,10 @@ class TracedCall:
     first = self.args, self.kwargs
     if next(instances_in(first, nn.Module), None) is None:
       return first
-    return _in_order((args, kwargs), first)
+    return in_order((args, kwargs), first)
 
 
-def _in_order(copy: PyTree, original: PyTree) -> PyTree:
+def in_order(copy: PyTree, original: PyTree) -> PyTree:
   """Returns Flax's copy of a tree, with the fields of its modules, in the order of the original."""
   leaves, treedef = jax.tree.flatten(original)
   if jax.tree.structure(copy) != treedef:  # A class or interceptor of the user's has changed it.
@@ -53,5 +49,5 @@ def _in_order(copy: PyTree, original: PyTree) -> PyTree:
       for field in dataclasses.fields(old):
         # Fields of modules hold dicts and modules too. `parent` would lead back up.
         if field.init and field.name != "parent":
-          vars(new)[field.name] = _in_order(getattr(new, field.name), getattr(old, field.name))
+          vars(new)[field.name] = in_order(getattr(new, field.name), getattr(old, field.name))
   return mapped(lambda x: copies[id(x)], original)

@@ -17,10 +17,10 @@ from mpjax._core.errors import (
   check_scalar,
   listed,
 )
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import raw_value, set_raw_value
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import pick, same_objects, tree_differences
-from mpjax._core.types import Args, Array, Function, Kwargs, P, PyTree
+from mpjax._core.types import Array, P, PyTree
 from mpjax._optim.find_scale import OwnedScale, scales_in
 from mpjax._optim.loss_scale import UPDATED
 from mpjax._optim.set_loss_scale import store_scale
@@ -81,31 +81,37 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
 
   @functools.wraps(step)
   def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-    return _run_atomically(step, args, kwargs)
+    arguments = {**{f"args[{i}]": x for i, x in enumerate(args)}, **kwargs}
+    # 1. Note what the arguments hold now. The step writes to these very objects.
+    before, scales = _state_of(arguments), _scales_of(arguments)
+    states = [one.state for one in scales]
+    # 2. Run the step. `adjust` reports to `UPDATED` the number of steps that each update has read,
+    # and the one that it has returned. Atomic steps may be nested.
+    counts: _Counts = []
+    outer = UPDATED.set(lambda *pair: counts.append(pair))
+    try:
+      result = step(*args, **kwargs)
+    finally:
+      UPDATED.reset(outer)
+    # 3. A step is applied if each of its updates is.
+    updates = _updates_of(scales, states, _scales_of(arguments), counts)
+    applied = jnp.asarray(True)
+    for each in updates:
+      applied &= each.new.skipped == each.old.skipped
+    fix = "Reduce it first, or jax.vmap the entire call: one flag decides for all leaves."
+    check_scalar(applied, _WHERE, expected="a scalar flag", fix=fix)
+    # 4. Under `nnx.jit` both outcomes are compiled: each variable selects its value. Outside,
+    # restore only if the step was skipped.
+    if isinstance(applied, Tracer):
+      _select(applied, before, arguments, updates)
+    elif not applied:
+      before.restore()
+      for each in updates:
+        # The restore has also put back the old scale and counters. These do move.
+        store_scale(each.before, each.skipped)
+    return result
 
   return wrapper
-
-
-def _run_atomically(step: Function, args: Args, kwargs: Kwargs) -> Any:
-  """Calls the step, restores its objects if it is skipped, and returns its result."""
-  arguments = {**{f"args[{i}]": x for i, x in enumerate(args)}, **kwargs}
-  # 1. Note what the arguments hold now. The step writes to these very objects.
-  before, scales = _state_of(arguments), _scales_of(arguments)
-  states = [one.state for one in scales]
-  # 2. Run the step, and compare its loss scales with those before.
-  result, counts = _run(step, args, kwargs)
-  updates = _updates_of(scales, states, _scales_of(arguments), counts)
-  applied = _all_applied(updates)
-  # 3. Under `nnx.jit` both outcomes are compiled: each variable selects its value. Outside, restore
-  # only if the step was skipped.
-  if isinstance(applied, Tracer):
-    _select(applied, before, arguments, updates)
-  elif not applied:
-    before.restore()
-    for each in updates:
-      # The restore has also put back the old scale and counters. These do move.
-      store_scale(each.before, each.skipped)
-  return result
 
 
 _Container: TypeAlias = list[Any] | dict[Any, Any]
@@ -129,14 +135,6 @@ class _State(NamedTuple):
         container.update(content)
     for variable, value in self.values.values():
       _put(variable, value)
-
-  def values_at(self, paths: Sequence[str], variable: Variable) -> list[PyTree]:
-    """Returns the values that were where a variable is now; none for a new variable."""
-    # Old values by path. A variable that is at no old path was moved or is new: then look for its
-    # own old value.
-    held = [self.variables[path] for path in paths if path in self.variables] or [variable]
-    identities = dict.fromkeys(id(x) for x in held)
-    return [self.values[x][1] for x in identities if x in self.values]
 
 
 def _state_of(arguments: Mapping[str, PyTree]) -> _State:
@@ -209,18 +207,6 @@ def _scales_of(arguments: PyTree) -> list[OwnedScale]:
 
 
 _Counts: TypeAlias = list[tuple[Array, Array]]
-"""The number of steps that each update has read, and the one that it has returned."""
-
-
-def _run(step: Function, args: Args, kwargs: Kwargs) -> tuple[Any, _Counts]:
-  """Returns what the step does, and the counts of its updates."""
-  counts: _Counts = []
-  # `adjust` reports the counts of each update to `UPDATED`. Atomic steps may be nested.
-  outer = UPDATED.set(lambda *pair: counts.append(pair))
-  try:
-    return step(*args, **kwargs), counts
-  finally:
-    UPDATED.reset(outer)
 
 
 class _Update(NamedTuple):
@@ -231,11 +217,6 @@ class _Update(NamedTuple):
   after: OwnedScale
   new: LossScaleState
   in_place: bool  # whether the update itself has kept the optimizer's state where it skipped
-
-  @property
-  def applied(self) -> Array:
-    """Whether the step has updated it without a skip, or not at all."""
-    return self.new.skipped == self.old.skipped
 
   @property
   def skipped(self) -> LossScaleState:
@@ -258,7 +239,10 @@ def _updates_of(
   after: list[OwnedScale],
   counts: _Counts,
 ) -> list[_Update]:
-  """Returns the loss scales before and after a step, without those of `NoLossScale`."""
+  """Returns the loss scales before and after a step, without those of `NoLossScale`.
+
+  `counts` has the number of steps that each update has read, and the one that it has returned.
+  """
   # The step has replaced an optimizer state. Its scales do not pair with the old ones.
   labels, now = ([one.label for one in scales] for scales in (before, after))
   if labels != now:
@@ -267,30 +251,16 @@ def _updates_of(
       "Keep optimizer.opt_state in its variables: optimizer.update(model, grads) writes to them."
     )
     raise MpjaxValueError(_WHERE, expected=expected, got=", ".join(now), fix=fix)
-  news = [one.state for one in after]
-  return [
-    # A single optimizer that was updated once has selected its state itself: `loss_scaling` did.
-    _Update(was, a, now, b, in_place=len(before) == 1 and _is_one_update(a, b, counts))
-    for was, a, now, b in zip(before, old, after, news, strict=True)
-    if a is not None and b is not None
-  ]
-
-
-def _is_one_update(old: LossScaleState, new: LossScaleState, counts: _Counts) -> bool:
-  """Whether one update alone led from the old numbers to the new ones."""
-  # By identity. Updates inside of a loop read and return tracers of the loop, so these do not
-  # match.
-  return any(a is old.total and b is new.total for a, b in counts)
-
-
-def _all_applied(updates: Sequence[_Update]) -> Array:
-  """Returns whether no update was skipped: a step is applied if each of its updates is."""
-  applied = jnp.asarray(True)
-  for each in updates:
-    applied &= each.applied
-  fix = "Reduce it first, or jax.vmap the entire call: one flag decides for all leaves."
-  check_scalar(applied, _WHERE, expected="a scalar flag", fix=fix)
-  return applied
+  updates: list[_Update] = []
+  for was, a, one in zip(before, old, after, strict=True):
+    b = one.state
+    if a is not None and b is not None:
+      # A single optimizer that was updated once has selected its state itself: `loss_scaling` did.
+      # Counts are compared by identity. Updates inside of a loop read and return tracers of the
+      # loop, so these do not match.
+      is_one_update = any(x is a.total and y is b.total for x, y in counts)
+      updates.append(_Update(was, a, one, b, in_place=len(before) == 1 and is_one_update))
+  return updates
 
 
 def _select(
@@ -301,8 +271,32 @@ def _select(
   # The state of an optimizer that has selected by itself is right already. Scales are written last.
   own = [each.after.owner if each.in_place else each.after.numbers for each in updates]
   kept = set(map(id, jax.tree.leaves(own, is_leaf=is_nnx_variable)))
-  pairs = [pair for pair in _pairs(before, after) if id(pair.variable) not in kept]
-  problems = [text for pair in pairs for text in pair.differences]
+  # A tied variable is one, whatever the number of its paths.
+  paths: dict[int, list[str]] = {}
+  for path, variable in after.variables.items():
+    paths.setdefault(id(variable), []).append(path)
+  variables: list[Variable] = []
+  news: list[PyTree] = []
+  olds: list[PyTree] = []
+  problems: list[str] = []
+  for key, (variable, new) in after.values.items():
+    # The variables that were at these paths. One that is at no old path was moved or is new: then
+    # look for its own old value. A new variable has none.
+    held = [before.variables[path] for path in paths[key] if path in before.variables]
+    identities = dict.fromkeys(id(x) for x in held or [variable])
+    values = [before.values[x][1] for x in identities if x in before.values]
+    if not values or key in kept:
+      continue
+    variables.append(variable)
+    news.append(new)
+    olds.append(values[0])
+    # `jnp.where` cannot choose between values of another structure, shape or dtype.
+    if len(values) > 1:
+      texts = [f"one variable instead of {len(values)}"]
+    else:
+      texts = tree_differences(values[0], new, dtypes=True)
+    where = " and ".join(sorted(paths[key]))
+    problems += [f"{where}: {text.removesuffix(' at the root')}" for text in texts]
   if problems:
     raise MpjaxValueError(
       _WHERE,
@@ -313,38 +307,7 @@ def _select(
       "nnx.Intermediate).",
     )
   # In one call, so that variables of one shape share a mask, see `masks_of`.
-  chosen = pick(applied, [pair.new for pair in pairs], [pair.olds[0] for pair in pairs])
-  for pair, value in zip(pairs, chosen, strict=True):
-    _put(pair.variable, value)
+  for variable, value in zip(variables, pick(applied, news, olds), strict=True):
+    _put(variable, value)
   for each in updates:
     store_scale(each.after, pick(applied, each.new, each.skipped))
-
-
-class _Pair(NamedTuple):
-  """A variable after a step, and what was there before it."""
-
-  path: str
-  variable: Variable
-  new: PyTree
-  olds: list[PyTree]  # several where the step has put one variable in the place of several
-
-  @property
-  def differences(self) -> list[str]:
-    """The differences of old and new values, because of which `jnp.where` cannot choose."""
-    if len(self.olds) > 1:
-      return [f"{self.path}: one variable instead of {len(self.olds)}"]
-    texts = tree_differences(self.olds[0], self.new, dtypes=True)
-    return [f"{self.path}: {text.removesuffix(' at the root')}" for text in texts]
-
-
-def _pairs(before: _State, after: _State) -> list[_Pair]:
-  """Returns the variables after a step, but those that are new."""
-  paths: dict[int, list[str]] = {}
-  for path, variable in after.variables.items():
-    # A tied variable is one pair, whatever the number of its paths.
-    paths.setdefault(id(variable), []).append(path)
-  pairs = [
-    _Pair(" and ".join(sorted(paths[key])), variable, new, before.values_at(paths[key], variable))
-    for key, (variable, new) in after.values.items()
-  ]
-  return [pair for pair in pairs if pair.olds]

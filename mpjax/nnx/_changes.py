@@ -62,53 +62,35 @@ def copy_changes(module: nnx.Pytree, before: Mapping[str, Any], models: Models) 
     models: the user's objects.
   """
   model = models.get(module)
+  if model is None:
+    return
+  now, held = vars(module), vars(model)
+  gone = before.keys() - now.keys() - {LINK}
+  changed = [
+    (name, x) for name, x in now.items() if x is not before.get(name, _MISSING) and name != LINK
+  ]
   if isinstance(model, CONTAINERS):
-    _copy_items(module, before, model, models)
-  elif model is not None:
-    _copy_attributes(module, before, model, models)
-
-
-def _copy_items(
-  container: nnx.Pytree, before: Mapping[str, Any], model: nnx.Pytree, models: Models
-) -> None:
-  # Write to `vars`, without `__setattr__`: the items and the length, an attribute beside them, must
-  # change together.
-  now = vars(container)
-  for name in before.keys() - now.keys():
-    vars(model).pop(name, None)
-  for name, x in now.items():
-    if x is not before.get(name, _MISSING):
-      vars(model)[name] = models.behind(x)
-
-
-def _copy_attributes(
-  module: nnx.Pytree, before: Mapping[str, Any], model: nnx.Pytree, models: Models
-) -> None:
-  now = vars(module)
-  for name in before.keys() - now.keys() - {LINK}:
+    # Write to `vars`, without `__setattr__`: the items and the length, an attribute beside them,
+    # must change together.
+    for name in gone:
+      held.pop(name, None)
+    held.update({name: models.behind(x) for name, x in changed})
+    return
+  for name in gone:
     # Delete only the counterpart of what the view had. The user may have set another object since.
-    if vars(model).get(name) is models.get(before[name], before[name]):
+    if held.get(name) is models.get(before[name], before[name]):
       delattr(model, name)
-  for name, new in list(now.items()):
-    if new is not before.get(name, _MISSING) and name != LINK:
-      _copy_attribute(module, name, before.get(name), model, models)
-
-
-def _copy_attribute(
-  module: nnx.Pytree, name: str, old: object, model: nnx.Pytree, models: Models
-) -> None:
-  """Sets an attribute of the user's module, which was `old` before the call on that of a view."""
-  new, held = vars(module)[name], vars(model).get(name)
-  theirs = models.behind(new)
-  if _is_plain(new) or theirs is not new:
-    setattr(model, name, theirs)
-    # Both have the new mode, so there is nothing to compare any more.
-    forget_mode(module, name)
-  elif held is old and type(new) is type(held):
-    # Both held this list or dict, and NNX replaced that of the view by a copy. Put the content into
-    # the original, which other code of the user's may hold. Other objects that a call sets stay
-    # with the view.
-    vars(module)[name] = vars(model)[name] = _refilled(held, new)
+  for name, new in changed:
+    old, theirs = held.get(name), models.behind(new)
+    if _is_plain(new) or theirs is not new:
+      setattr(model, name, theirs)
+      # Both have the new mode, so there is nothing to compare any more.
+      forget_mode(module, name)
+    elif old is before.get(name) and type(new) is type(old):
+      # Both held this list or dict, and NNX replaced that of the view by a copy. Put the content
+      # into the original, which other code of the user's may hold. Other objects that a call sets
+      # stay with the view.
+      vars(module)[name] = held[name] = _refilled(old, new)
 
 
 def _refilled(original: Any, copy: Any) -> Any:

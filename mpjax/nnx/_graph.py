@@ -68,31 +68,23 @@ def rebound(tree: PyTree, counterparts: Mapping[int, object]) -> PyTree:
 
   def leaf(x: Any) -> Any:
     if isinstance(x, types.MethodType):
-      return _rebound_method(x, counterparts)
+      to = counterparts.get(id(x.__self__))
+      if to is None:
+        return x
+      # By name first, since a view overrides the method. A function that was bound to a module by
+      # `MethodType` may have no such attribute.
+      return getattr(to, x.__name__, None) or types.MethodType(x.__func__, to)
     if isinstance(x, functools.partial):
-      return _rebound_partial(x, counterparts)
+      parts = x.func, x.args, x.keywords
+      # A partial without modules stays the same object, so that it counts as unchanged.
+      new = rebound(parts, counterparts)
+      if new is parts:
+        return x
+      func, args, kwargs = new
+      return type(x)(func, *args, **kwargs)
     return counterparts.get(id(x), x)
 
   return mapped(leaf, tree, lambda x: is_node(x) or isinstance(x, functools.partial))
-
-
-def _rebound_method(method: types.MethodType, counterparts: Mapping[int, object]) -> Any:
-  to = counterparts.get(id(method.__self__))
-  if to is None:
-    return method
-  # By name first, since a view overrides the method. A function that was bound to a module by
-  # `MethodType` may have no such attribute.
-  return getattr(to, method.__name__, None) or types.MethodType(method.__func__, to)
-
-
-def _rebound_partial(partial: functools.partial[Any], counterparts: Mapping[int, object]) -> Any:
-  parts = partial.func, partial.args, partial.keywords
-  # A partial without modules stays the same object, so that it counts as unchanged.
-  new = rebound(parts, counterparts)
-  if new is parts:
-    return partial
-  func, args, kwargs = new
-  return type(partial)(func, *args, **kwargs)
 
 
 def contents_of(tree: PyTree) -> list[object]:
@@ -104,7 +96,10 @@ def contents_of(tree: PyTree) -> list[object]:
   for _, node in nnx.iter_graph(tree, graph=True):
     # Keys of attributes count too: an attribute may be renamed.
     if isinstance(node, nnx.Variable):
-      contents += [node, *node.get_metadata().values(), *_structure_of_value(node)]
+      raw = node.get_raw_value()
+      # Arrays are values, and may change. The leaves of a tree are part of its structure.
+      value = [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
+      contents += [node, *node.get_metadata().values(), *value]
     elif isinstance(node, nnx.Pytree):
       contents += [node, *vars(node), *vars(node).values()]
     elif isinstance(node, dict):
@@ -112,13 +107,6 @@ def contents_of(tree: PyTree) -> list[object]:
     elif isinstance(node, list):
       contents += [node, *node]
   return contents
-
-
-def _structure_of_value(variable: nnx.Variable[Leaf]) -> list[object]:
-  """Returns the leaves of a variable's value, if it is a tree; the same object for each array."""
-  # Arrays are values, and may change. The leaves of a tree are part of its structure.
-  raw = variable.get_raw_value()
-  return [jax.Array] if isinstance(raw, jax.Array) else jax.tree.leaves(raw)
 
 
 def hides_tracer(tree: PyTree) -> bool:

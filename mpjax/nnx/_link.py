@@ -25,6 +25,8 @@ class Link:
 
   Attributes:
     path: the path of the module in the model, for rules and errors.
+    view: a weak reference to the module of the view; None in a copy by pickle.
+    model: one to the user's module; likewise.
     modes: the modes of the user's module (`deterministic`, say) when the view was created, without
       those that were set on the view since.
   """
@@ -35,15 +37,11 @@ class Link:
     self, path: str, view: nnx.Pytree | None = None, model: nnx.Pytree | None = None
   ) -> None:
     self.path = path
-    self._view = None if view is None else weakref.ref(view)
-    self._model = None if model is None else weakref.ref(model)
-    self.modes = {} if model is None else _modes_of(model)
-
-  def model_behind(self, module: nnx.Pytree) -> nnx.Pytree | None:
-    """Returns the user's module; None if the link belongs to another module than this one."""
-    if self._view is None or self._model is None or self._view() is not module:
-      return None
-    return self._model()
+    self.view = None if view is None else weakref.ref(view)
+    self.model = None if model is None else weakref.ref(model)
+    attributes = {} if model is None else vars(model)
+    # Without the modes that the module leaves unset.
+    self.modes = {x: flag for x in _layers.MODES if isinstance(flag := attributes.get(x), bool)}
 
   # JAX compares graph definitions. Another view of the same model must not be compiled again, so
   # all links are equal.
@@ -56,14 +54,6 @@ class Link:
   # A weak reference cannot be copied or pickled, and the link of a copy leads nowhere.
   def __reduce__(self) -> tuple[Callable[[str], "Link"], tuple[str]]:
     return Link, (self.path,)
-
-
-def _modes_of(model: nnx.Pytree) -> dict[str, bool]:
-  """Returns the modes of a module by name, without those that it leaves unset."""
-  attributes = vars(model)
-  return {
-    name: attributes[name] for name in _layers.MODES if isinstance(attributes.get(name), bool)
-  }
 
 
 def is_view(module: object) -> bool:
@@ -84,7 +74,10 @@ def resolved_policy(module: nnx.Pytree) -> ModulePolicy:
 def model_of(module: nnx.Pytree) -> nnx.Pytree | None:
   """Returns the user's module behind one of a view; None for a copy that a transform created."""
   link = vars(module).get(LINK)
-  return None if link is None else link.model_behind(module)
+  # A copy has the link of its original, which belongs to that.
+  if link is None or link.view is None or link.model is None or link.view() is not module:
+    return None
+  return link.model()
 
 
 def module_path(module: nnx.Pytree) -> str:

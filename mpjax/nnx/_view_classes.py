@@ -6,7 +6,6 @@ They are subclasses of the user's classes, one for each policy: see docs/design/
 import functools
 import inspect
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
-from mpjax._policy.active import Active, outside_policies
+from mpjax._policy.active import outside_policies
 from mpjax._policy.rules import ModulePolicy, policy_text
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
@@ -44,7 +43,11 @@ def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
     "__qualname__": cls.__qualname__,
     "__doc__": cls.__doc__,
     POLICY: resolved,
-    **{name: _method(name, own) for name, own in _methods(cls)},
+    **{
+      name: _method(name, own)
+      for name, own in inspect.getmembers_static(cls)
+      if _computes(cls, name, own)
+    },
   }
   return _metaclass_of_views(type(cls))(cls.__name__, (cls,), names, pytree=tree)
 
@@ -77,8 +80,10 @@ class _ViewModule:
   def __setattr__(self: Any, name: str, value: Any) -> None:
     _check_set(self, name, value)
     active = current()
-    if active is not None and active.tracing:
-      _store_in_param_dtype(value, active)
+    policy = None if active is None or not active.tracing else active.around.policy
+    # A parameter that a call creates gets the `param_dtype` of the policy.
+    if policy is not None and _layers.state_kind(value).dtype_rule == "param_dtype":
+      set_raw_value(value, end_of_policy(raw_value(value), policy.param_dtype))
     super().__setattr__(name, value)
     model = model_of(self)
     if model is None:
@@ -122,13 +127,6 @@ def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
 
 
-def _store_in_param_dtype(value: Any, active: Active) -> None:
-  """Gives a parameter that a call creates the `param_dtype` of the policy."""
-  policy = active.around.policy
-  if policy is not None and _layers.state_kind(value).dtype_rule == "param_dtype":
-    set_raw_value(value, end_of_policy(raw_value(value), policy.param_dtype))
-
-
 def _with_policy_of(module: nnx.Module, text: str) -> str:
   return f"with_policy({text}, {policy_text(resolved_policy(module).policy)})"
 
@@ -140,13 +138,6 @@ def _rebuild(cls: Class, tree: bool, resolved: ModulePolicy) -> nnx.Module:
 # Methods
 
 
-def _methods(cls: Class) -> Iterator[tuple[str, Any]]:
-  """Yields the methods of a class that run under a policy, each as the MRO finds it."""
-  for name, own in inspect.getmembers_static(cls):
-    if _is_method(own) and _computes(cls, name):
-      yield name, own
-
-
 _NO_METHODS = (type, staticmethod, classmethod, functools.partial)
 """Objects of a class that can be called, and are not given the module.
 
@@ -155,14 +146,6 @@ A partial of Python 3.13 looks like a method, and warns that it will be one."""
 _MAKE_METHODS = (functools.partialmethod, functools.singledispatchmethod)
 """Objects of a class that cannot be called, and make methods."""
 
-
-def _is_method(own: object) -> bool:
-  """Whether an attribute of a class is called with the module as its first argument."""
-  if isinstance(own, _NO_METHODS):
-    return False
-  return isinstance(own, _MAKE_METHODS) or (callable(own) and hasattr(own, "__get__"))
-
-
 _NOT_MODULES = (nnx.Pytree, nnx.Module, nnx.Object, *CONTAINERS)
 """Classes whose methods are no part of a model."""
 
@@ -170,8 +153,14 @@ _OF_PYTHON = ("builtins", "typing", "abc", "collections")
 """Packages whose methods are no part of a model."""
 
 
-def _computes(cls: Class, name: str) -> bool:
-  """Whether the method of a name computes a part of a model: one that a user or a layer defines."""
+def _computes(cls: Class, name: str, own: object) -> bool:
+  """Whether an attribute of a class is a method that computes a part of a model.
+
+  It is called with the module as its first argument, and a user or a layer defines it.
+  """
+  is_method = not isinstance(own, _NO_METHODS) and callable(own) and hasattr(own, "__get__")
+  if not (is_method or isinstance(own, _MAKE_METHODS)):
+    return False
   if name.startswith("__") and name != "__call__":
     return False
   # The class that defines the method decides, not the one that inherits it.

@@ -1,7 +1,7 @@
 """`with_policy`: a view of an NNX model that runs under a policy; and `convert` of such a view."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +15,6 @@ from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import (
   ModulePolicy,
   ModuleRecord,
-  PolicyConfig,
   Rule,
   parse_config,
   policy_text,
@@ -73,87 +72,54 @@ def with_policy(
   (dtype(bfloat16), True, dtype('float32'))
   """
   _check_model(model)
-  _check_variables(model)
   config = parse_config("mpjax.with_policy", policy, rules, unmatched=unmatched)
   record = ModuleRecord(config)
   # 1. New objects that hold the same variables, with attributes in the user's order.
   view = nnx.clone(model, variables=False, graph=True)
   put_in_order(view, orders_of(model))
-  # 2. Each module of the view gets the class of its policy. `object.__setattr__` avoids NNX's
-  # checks and the hooks of the class.
   modules, copies = _modules(model), _modules(view)
-  for path, resolved in _policies(modules, config, record).items():
-    copy = copies[path]
-    object.__setattr__(copy, "__class__", view_class(type(copy), is_tree(copy), resolved))
-  # 3. Methods, lists and dicts in attributes are static to NNX, which has not copied them.
-  counterparts = {id(module): copies[path] for path, module in modules.items()}
-  for path, module in modules.items():
-    _share_attributes(module, copies[path], counterparts)
-    # A link in an `nnx.List` would be one of its items.
-    if not isinstance(module, CONTAINERS):
-      link = Link(_text(path), copies[path], module)
-      object.__setattr__(copies[path], LINK, link)
-  record.check("of the model", 2)
-  return view
-
-
-def _policies(
-  modules: Mapping[KeyPath, nnx.Pytree], config: PolicyConfig, record: ModuleRecord
-) -> dict[KeyPath, ModulePolicy]:
-  """Returns the policy of each module by path, and notes the modules in the record.
-
-  Modules of a view inside of the model are left out, since they have a policy.
-  """
+  # 2. Each module of the view gets the class of its policy. Modules of a view inside of the model
+  # have one already.
   policies: dict[KeyPath, ModulePolicy] = {}
   for path, module in modules.items():
-    if not is_view(module):
-      record.note(module, _text(path))
-      # Paths come outermost first, so that the policy around a module is known.
-      own, around = vars(module).get("policy"), _policy_around(path, policies, config)
-      policies[path] = resolve_policy(config, module, _text(path), own, around, all_matches=True)
-  return policies
-
-
-def _policy_around(
-  path: KeyPath, policies: Mapping[KeyPath, ModulePolicy], config: PolicyConfig
-) -> ModulePolicy:
-  """Returns the policy of the innermost module around a path; at the root that of the model."""
-  # The longest prefix that is a module: a path also has lists and dicts in it.
-  for length in range(len(path) - 1, -1, -1):
-    if path[:length] in policies:
-      return policies[path[:length]]
-  return ModulePolicy(config.policy)
+    if is_view(module):
+      continue
+    text, copy = _text(path), copies[path]
+    record.note(module, text)
+    # The policy of the innermost module around, which comes before those inside of it. A path also
+    # has lists and dicts in it.
+    outer = (path[:length] for length in range(len(path) - 1, -1, -1))
+    around = next((policies[each] for each in outer if each in policies), None)
+    around = ModulePolicy(config.policy) if around is None else around
+    own = vars(module).get("policy")
+    policies[path] = resolve_policy(config, module, text, own, around, all_matches=True)
+    # This avoids NNX's checks and the hooks of the class.
+    cls = view_class(type(copy), is_tree(copy), policies[path])
+    object.__setattr__(copy, "__class__", cls)
+  # 3. NNX has not copied what is static to it.
+  counterparts = {id(module): copies[path] for path, module in modules.items()}
+  for path, module in modules.items():
+    copy = copies[path]
+    for name, value in vars(module).items():
+      # A method in an attribute is bound to the user's module, and would run without the policy.
+      if isinstance(value, HOLD_METHODS):
+        object.__setattr__(copy, name, rebound(value, counterparts))
+      # Share a list or dict without modules, or a module of Linen: changes that a call makes in it
+      # must reach the user's module.
+      elif isinstance(value, (list, dict, nnx.bridge.ToNNX)) and not any(
+        map(_is_module, jax.tree.leaves(value, is_leaf=is_node))
+      ):
+        object.__setattr__(copy, name, value)
+    # A link in an `nnx.List` would be one of its items.
+    if not isinstance(module, CONTAINERS):
+      object.__setattr__(copy, LINK, Link(_text(path), copy, module))
+  record.check("of the model", 2)
+  return view
 
 
 def _text(path: KeyPath) -> str:
   """Returns a path as rules and errors write it."""
   return "/".join(map(str, path))
-
-
-def _share_attributes(
-  module: nnx.Pytree, copy: nnx.Pytree, counterparts: Mapping[int, nnx.Pytree]
-) -> None:
-  """Sets the attributes of a view's module that need more than NNX's copy.
-
-  Args:
-    module: the user's module.
-    copy: that of the view.
-    counterparts: the view's modules by the identity of the user's.
-  """
-  for name, value in vars(module).items():
-    # A method in an attribute is bound to the user's module, and would run without the policy.
-    if isinstance(value, HOLD_METHODS):
-      object.__setattr__(copy, name, rebound(value, counterparts))
-    # Share the object: changes that a call makes in it must reach the user's module.
-    elif _is_shared(value):
-      object.__setattr__(copy, name, value)
-
-
-def _is_shared(value: object) -> bool:
-  """Whether an attribute is one object for both: a list or dict without modules, or of Linen."""
-  if not isinstance(value, (list, dict, nnx.bridge.ToNNX)):
-    return False
-  return not any(map(_is_module, jax.tree.leaves(value, is_leaf=is_node)))
 
 
 def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> PyTree:
@@ -169,6 +135,8 @@ def views_of(tree: PyTree, policy: PolicyLike | None, rules: Iterable[Rule]) -> 
 
 
 def _check_model(model: Any) -> None:
+  """Raises unless `with_policy` can make a view of `model`."""
+  where = "mpjax.with_policy(model)"
   if is_view(model):
     policy = policy_text(resolved_policy(model).policy)
     got = f"a view already ({type(model).__name__} under {policy})"
@@ -179,29 +147,22 @@ def _check_model(model: Any) -> None:
   elif not isinstance(model, nnx.Module):
     got, fix = not_a_model(model)
   else:
+    # A view calls copies of a model with tracers as values. Writes to the copy of a variable that
+    # is a reference, or an object of JAX, would be lost.
+    for path, x in nnx.iter_graph(model, graph=True):
+      # Flags are in the metadata, also if `nnx.var_defaults` has set them.
+      modes = x.get_metadata() if isinstance(x, nnx.Variable) else {}
+      mode = next((mode for mode in ("ref", "hijax") if modes.get(mode)), None)
+      if mode is not None:
+        raise MpjaxValueError(
+          where,
+          expected="variables that hold arrays",
+          got=f"{_text(path)}, a variable with {mode}=True",
+          fix=f"Create the model without nnx.var_defaults({mode}=True), or in "
+          f"`with nnx.var_defaults({mode}=False):` where a flag of Flax makes it the default.",
+        )
     return
-  expected = "a flax.nnx.Module"
-  raise MpjaxTypeError("mpjax.with_policy(model)", expected=expected, got=got, fix=fix)
-
-
-def _check_variables(model: nnx.Module) -> None:
-  """Raises MpjaxValueError for variables that are references or objects of JAX.
-
-  A view calls copies of a model with tracers as values. Writes to the copy of a reference would be
-  lost.
-  """
-  for path, x in nnx.iter_graph(model, graph=True):
-    # Flags are in the metadata, also if `nnx.var_defaults` has set them.
-    modes = x.get_metadata() if isinstance(x, nnx.Variable) else {}
-    mode = next((mode for mode in ("ref", "hijax") if modes.get(mode)), None)
-    if mode is not None:
-      raise MpjaxValueError(
-        "mpjax.with_policy(model)",
-        expected="variables that hold arrays",
-        got=f"{_text(path)}, a variable with {mode}=True",
-        fix=f"Create the model without nnx.var_defaults({mode}=True), or in "
-        f"`with nnx.var_defaults({mode}=False):` where a flag of Flax makes it the default.",
-      )
+  raise MpjaxTypeError(where, expected="a flax.nnx.Module", got=got, fix=fix)
 
 
 def _modules(model: nnx.Module) -> dict[KeyPath, nnx.Pytree]:

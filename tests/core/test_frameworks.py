@@ -1,14 +1,17 @@
-"""Mistakes across libraries: each is told the function that takes what was given."""
+"""What belongs to which library; a mistake is told the function that takes what was given."""
 
 import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
 from flax import linen as nn
 from flax import nnx
 
 import mpjax
-from mpjax._core.frameworks import check_function
+from mpjax._core.frameworks import check_function, is_nnx_object, is_nnx_variable, is_of_nnx
 from tests.errors import refused
 from tests.linen.probes import Probe
 
@@ -43,18 +46,21 @@ CLASSES = [
 ]
 
 
-def test_a_model_of_another_library_is_told_what_to_write():
-  where = "mpjax.with_policy(model)"
-  for taken in ("Linen", "NNX"):
-    with_policy = getattr(mpjax, taken.lower()).with_policy
-    for given, model in models().items():
-      name = given.split()[0]
-      if name != taken:
-        with refused(TypeError, where, f"flax.{taken.lower()}.Module", KINDS[given], FIXES[name]):
-          with_policy(model, "bfloat16")
-  for taken, given, got, fix in CLASSES:
-    with refused(TypeError, where, "a", got, fix):
-      getattr(mpjax, taken).with_policy(given, "mixed_bfloat16")
+@pytest.mark.parametrize(
+  ("taken", "given"),
+  [(taken, given) for taken in ("Linen", "NNX") for given in KINDS if given != taken],
+)
+def test_a_model_of_another_library_is_told_what_to_write(taken, given):
+  name = given.split()[0]
+  expected = f"flax.{taken.lower()}.Module"
+  with refused(TypeError, "mpjax.with_policy(model)", expected, KINDS[given], FIXES[name]):
+    getattr(mpjax, taken.lower()).with_policy(models()[given], "bfloat16")
+
+
+@pytest.mark.parametrize(("taken", "given", "got", "fix"), CLASSES)
+def test_a_class_or_a_function_is_told_what_to_write(taken, given, got, fix):
+  with refused(TypeError, "mpjax.with_policy(model)", "a", got, fix):
+    getattr(mpjax, taken).with_policy(given, "mixed_bfloat16")
 
 
 def test_what_is_no_function():
@@ -65,3 +71,39 @@ def test_what_is_no_function():
       check_function(fn, "mpjax.audit(fn)", "Pass it.")
   with refused(TypeError, "mpjax.full_precision(fn)", "a function", "an array", "jnp.matmul"):
     mpjax.full_precision(jnp.ones(2))
+
+
+class Own(nnx.Module):
+  """A module of a user, whose class is not in a module of NNX."""
+
+
+class OwnParam(nnx.Param):
+  """A variable of a user."""
+
+
+def linear():
+  return nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  ("value", "is_variable", "is_object", "is_any"),
+  [
+    (OwnParam(jnp.ones(1)), True, True, True),
+    (linear().kernel, True, True, True),
+    (Own(), False, True, True),
+    (nnx.Rngs(0), False, True, True),
+    (nnx.List([linear()]), False, True, True),
+    (nnx.Optimizer(linear(), optax.sgd(0.1), wrt=nnx.Param), False, True, True),
+    (nnx.graphdef(linear()), False, False, True),
+    (nnx.state(linear()), False, False, True),
+    (nnx.to_flat_state(nnx.state(linear())), False, False, True),
+    (nnx.to_pure_dict(nnx.state(linear())), False, False, False),
+    (nn.Dense(1), False, False, False),
+    (np.ones(1), False, False, False),
+    (Own, False, False, True),  # Its class is a metaclass of NNX.
+  ],
+  ids=lambda x: None if isinstance(x, bool) else type(x).__name__,
+)
+def test_values_of_nnx(value, is_variable, is_object, is_any):
+  found = is_nnx_variable(value), is_nnx_object(value), is_of_nnx(value)
+  assert found == (is_variable, is_object, is_any)

@@ -115,3 +115,27 @@ def test_a_bound_module_follows_each_scope_and_is_like_any_other_afterwards():
     assert text(lambda x: bound(x), X) == plain
   assert isinstance(bound.scope.rewound(), Scope)
   assert issubclass(PathScope, Scope)
+
+
+def test_flax_has_no_hook_for_new_scopes():
+  # Once it has one, scopes need no change of their class.
+  class Own(Scope):
+    pass
+
+  own = Own({}, rngs={}, name=None, flags={"flag": 1})
+  assert [type(new) for new in (own.push("a"), own.rewound())] == [Scope, Scope]
+  assert own.push("b").flags == own.flags
+  seen = []
+
+  def note(next_fun, args, kwargs, context):
+    seen.append(context.module.path)
+    return next_fun(*args, **kwargs)
+
+  jitted = nn.jit(nn.Dense)
+  model = Does(lambda module, x: jitted(8, name="b")(jitted(8, name="a")(x)))
+  variables = model.init(KEY, X)
+  with nn.intercept_methods(note):
+    jax.eval_shape(model.apply, variables, X)
+  # The second layer reuses the trace of the first, so no interceptor sees a call of it.
+  assert ("a",) in seen
+  assert ("b",) not in seen

@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
-from mpjax.linen._repeated_call import TracedCall
+from mpjax.linen._repeated_call import TracedCall, in_order
 
 
 class Holds(nn.Module):
@@ -17,7 +17,7 @@ def holds(features):
 def test_the_fields_of_a_copy_have_the_order_of_the_original():
   module, copy = holds(2), Holds({"a": nn.Dense(2), "b": nn.Dense(2)})
   sorted_layers = dict(copy.layers)
-  TracedCall(module, (), {}).put_in_order(copy)
+  in_order(copy, module)
   assert list(copy.layers) == ["b", "a"]
   assert all(copy.layers[name] is sorted_layers[name] for name in "ab")
 

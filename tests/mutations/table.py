@@ -325,25 +325,25 @@ mpjax/_autocast/module_calls.py::ModuleCall.run
 + dtype_field(module, policy.compute_dtype, always=True)
 ::test_arguments_are_what_they_are_unless_a_module_is_called_in_its_compute_dtype
 
-mpjax/linen/_intercept.py::_MethodCall.run
+mpjax/linen/_intercept.py::intercept
 
 38a initial values are drawn in the compute dtype
-- module_call(module, self.path, resolved, state, layers, initializing=initializing)
+- module_call(module, path, resolved, state, LAYERS, initializing=initializing)
 + module_call(
-+   module, self.path, resolved,
++   module, path, resolved,
 +   dataclasses.replace(state, casting=frozenset({object}) if initializing else state.casting),
-+   layers
++   LAYERS
 + )
 tests/linen/test_initialize.py::test_initial_values_are_drawn_in_float32
 
-mpjax/linen/_outermost.py::_LiftedCall.outputs
+mpjax/linen/_intercept.py::_rewritten
 
 38b random numbers drawn by a trace that raised stay counted: the mask of dropout is another than
   without a policy (the list: its rate is cast, and the mask drawn in half)
-- counts.restore()
+- restore_counts()
 - raise
 + raise
-tests/linen/test_outermost.py::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype
+tests/linen/test_intercept_outermost.py::test_a_module_that_raises_in_float32_draws_the_same_masks_in_its_compute_dtype
 
 # What is stored.
 
@@ -382,22 +382,20 @@ mpjax/nnx/_layers.py::
 + }
 tests/nnx/test_view_classes.py::test_sow_and_perturb
 
-mpjax/nnx/_outermost.py::_Copies.keep_dtypes
+mpjax/nnx/_outermost.py::_rewritten
 
 42 a variable that a call writes to takes the dtype that was computed
 - new if dtype is None else end_of_policy(new, dtype)
 + new
 tests/nnx/test_view_classes.py::test_variables_that_a_call_makes_or_changes_are_the_models
 
-mpjax/nnx/_outermost.py::_traced_body
-
 43 a tracer is left in the user's model
-- changed and hides_tracer(copies.objects)
+- changed and hides_tracer(copies)
 + False
 ::test_an_array_that_is_a_new_attribute_is_that_of_the_view_and_of_the_model
 
 47 what a call did to variables is lost
-- results = (leaves, copies.objects if changed else ())
+- results = (leaves, copies if changed else ())
 + results = (leaves, ())
 ::test_an_argument_that_nnx_holds_may_be_changed_in_place
 

@@ -10,7 +10,7 @@ def test_a_replacement_exists(code):
   assert hasattr(mpjax, names[0])
 
 
-@pytest.mark.parametrize("name", " ".join(_REPLACEMENTS.values()).split())
+@pytest.mark.parametrize("name", [name for names in _REPLACEMENTS.values() for name in names])
 def test_a_name_in_the_table_is_none_of_mpjax(name):
   assert name not in dir(mpjax)
   assert hint(name, []).startswith("write ")

@@ -267,9 +267,11 @@ CLASSES = {
 
 
 def unmatched_error(rule, classes=CLASSES):
-  record = ModuleRecord(given())
+  record = ModuleRecord(given(rules=[rule]))
   record.classes = classes
-  return record.unmatched(rule, "that init passed")
+  with pytest.raises(mpjax.errors.UnmatchedRuleError) as caught:
+    record.check("that init passed", 1)
+  return caught.value
 
 
 def test_the_error_for_a_rule_that_matches_nothing():

@@ -14,7 +14,7 @@ from mpjax._diagnose.expectations import Expectations
 from mpjax._diagnose.suggested_changes import module_of
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import Source
-from mpjax._policy.active import AuditRecord
+from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.rules import Rule, glob_of
 
 _LEAST_SIZE = 0.01

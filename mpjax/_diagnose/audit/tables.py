@@ -13,7 +13,7 @@ from mpjax._diagnose.matmul_formats import format_of_matmul
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import EMULATED, MODULE, NOT_IN, RECIPE
 from mpjax._matmul.block_dot import block_dot_p
-from mpjax._policy.active import AuditRecord
+from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.dtypes import hardware_of
 
 _OF_CUDNN = "__cudnn$blockScaledDot"

@@ -29,7 +29,7 @@ from mpjax._diagnose.sensitivity.roundings import Errors, Rounding, before_nonfi
 from mpjax._diagnose.suggested_changes import Cure, cures_of
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.steps import Step, body_of
-from mpjax._policy.active import AUDIT, AuditRecord
+from mpjax._policy.audit_record import AUDIT, AuditRecord
 from mpjax._policy.policy import PolicyLike, parse_policy
 
 CALL = "mpjax.sensitivity(fn)"

@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mpjax._core import errors
+from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import is_key, raw_value
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, P, PyTree, is_inexact
 from mpjax._jaxpr.graph import Graph

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, check_call, check_type, kind_of, listed
-from mpjax._core.frameworks import framework_of
+from mpjax._core.frameworks import framework_of, is_nnx_variable
 from mpjax._core.leaves import path_text
-from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in

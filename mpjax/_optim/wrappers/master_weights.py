@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, check_choice, kind_of, listed
+from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import is_nonzero, raw_value, set_raw_value
-from mpjax._core.nnx_objects import is_nnx_object, is_nnx_variable
 from mpjax._core.trees import (
   check_alike,
   in_low_precision,
