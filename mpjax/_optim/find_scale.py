@@ -30,8 +30,7 @@ from mpjax._optim.loss_scale import (
   read_kind,
   read_label,
 )
-from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState, StepCount
-from mpjax._optim.wrapper_checks import check_state
+from mpjax._optim.states import LossScaleState, LossScalingState, StepCount
 
 
 class OwnedScale(NamedTuple):
@@ -159,22 +158,6 @@ def with_classes(node: PyTree) -> LossScalingState:
   scales = {label: _class_of(label)(**numbers) for label, numbers in node["loss_scale"].items()}
   # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
   return LossScalingState(scales, node.get("inner_state", ()))
-
-
-def check_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
-  """Returns the scales in the state of the transformation with these configurations, by label."""
-  where = "mpjax.loss_scaling(inner).update(state)"
-  scales = check_state(state, LossScalingState, where).loss_scale
-  # Another configuration would go on from numbers that its limits and intervals do not allow.
-  if set(scales) != set(configs):
-    expected = f"a state created with the configuration {', '.join(map(repr, configs))}"
-    got = f"one created with {', '.join(map(repr, scales))}"
-    fix = (
-      "Build the optimizer as it was, or make a new state with init, put the old inner_state into "
-      "it (_replace) and carry the scale over with mpjax.states.set_loss_scale."
-    )
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  return {label: scales[label] for label in configs}
 
 
 def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:

@@ -98,22 +98,22 @@ mpjax/_optim/loss_scale.py::read_label
 + fields | _OMITTED.get(kind, {})
 ::test_label_keeps_the_limits_exactly
 
-mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decided
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
 
 9 the scale of a finite loss backs off where another loss overflows
 - adjust(
--   self.configs[label],
+-   config,
 -   cast("LossScaleState", scales[label]),
--   own_finite=each.finite,
--   first_bad=each.first_bad,
+-   own_finite=finite[label],
+-   first_bad=first_bad[label],
 -   applied=applied,
 -   all_finite=all_finite,
 - )
 + adjust(
-+   self.configs[label],
++   config,
 +   cast("LossScaleState", scales[label]),
 +   own_finite=all_finite,
-+   first_bad=each.first_bad,
++   first_bad=first_bad[label],
 +   applied=applied,
 +   all_finite=all_finite,
 + )
@@ -174,11 +174,11 @@ tests/optim/wrappers/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - [leaves[i] for i in inexact]
 + [leaves[i] for i in inexact[:-1]]
 
-mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decided
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
-- all_finite &= self._agreed(first_nonfinite(leaves)) == len(leaves)
+- all_finite &= self._agreed(first_nonfinite(arrays)) == len(arrays)
 + all_finite &= True
 tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
