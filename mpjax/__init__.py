@@ -31,14 +31,14 @@ if TYPE_CHECKING:
   from mpjax._diagnose.tune.tune import tune
   from mpjax._io.convert import convert
   from mpjax._jaxpr.op_lists import OpLists
-  from mpjax._optim.check.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.find_scale import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.loss_scale import (
     DynamicLossScale,
     NoLossScale,
     SkipNonfinite,
     StaticLossScale,
   )
-  from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.scaled import scaled
   from mpjax._optim.step.train_state import TrainState
   from mpjax._optim.step.train_step import make_train_step
@@ -82,12 +82,12 @@ _ON_FIRST_USE = {
   "linen": "policy_scope",
   "_optim.wrappers.accumulation": "accumulate_gradients",
   "_optim.wrappers.apply_updates": "apply_updates",
-  "_optim.check.check_loss_scaling": "check_loss_scaling",
+  "_optim.check_loss_scaling": "check_loss_scaling",
   "_diagnose.check_skipped_steps": "check_skipped_steps",
   "_optim.loss_scale": "DynamicLossScale NoLossScale SkipNonfinite StaticLossScale",
   "_optim.wrappers.loss_scaling": "loss_scaling",
   "_optim.wrappers.master_weights": "master_weights",
-  "_optim.metrics": "keep_if_skipped loss_scaling_metrics step_applied",
+  "_optim.find_scale": "keep_if_skipped loss_scaling_metrics step_applied",
   "_diagnose.monitor": "monitor",
   "_optim.scaled": "scaled",
   "_optim.wrappers.state_dtype": "state_dtype",

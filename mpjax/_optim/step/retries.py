@@ -8,9 +8,7 @@ import jax.numpy as jnp
 
 from mpjax._core.trees import select
 from mpjax._core.types import Array, PyTree
-from mpjax._optim.find_scale import OwnedScale
-from mpjax._optim.metrics import loss_scaling_metrics
-from mpjax._optim.set_loss_scale import replace_scale
+from mpjax._optim.find_scale import OwnedScale, loss_scaling_metrics, replace_scale
 from mpjax._optim.states import LossScaleState
 from mpjax._optim.step.traced_loss import Metrics
 from mpjax._optim.step.train_state import TrainState, own_scale

@@ -16,8 +16,8 @@ from mpjax._core.errors import (
 from mpjax._core.fused_leaves import sum_of_squares
 from mpjax._core.trees import all_finite
 from mpjax._core.types import OptState, Params, PyTree, Updates
+from mpjax._optim.find_scale import keep_if_skipped, loss_scaling_metrics
 from mpjax._optim.loss_scale import INT32_MAX
-from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics
 from mpjax._optim.optimizer_trees import as_stored
 from mpjax._optim.step.checks import (
   STEP,
