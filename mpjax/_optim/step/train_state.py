@@ -14,10 +14,9 @@ from mpjax._core.nnx_objects import is_nnx_variable
 from mpjax._core.trees import is_array_like
 from mpjax._core.types import Array, Class, Leaf, OptState, Params, PyTree
 from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
-from mpjax._optim.optimizer_trees import nodes_of, place_like, strong
+from mpjax._optim.optimizer_trees import place_like, strong
 from mpjax._optim.states import LossScalingState, MasterWeightsState, MonitorState
 from mpjax._optim.wrapper_checks import refuse_integers
-from mpjax._optim.wrappers.master_weights import master_params
 
 
 class TrainState(NamedTuple):
@@ -87,11 +86,6 @@ class TrainState(NamedTuple):
     _check_arrays(state, where)
     # The step donates the state. Without copies it would delete the caller's parameters.
     return place_like(params, jax.tree.map(lambda x: jnp.copy(strong(x)), state))
-
-
-def trained_params(params: Params, opt_state: OptState) -> Params:
-  """Returns the trained arrays: the master of each parameter that has one, or the parameter."""
-  return master_params(opt_state, params) if nodes_of(opt_state, MasterWeightsState) else params
 
 
 def own_scale(opt_state: OptState, where: str) -> OwnedScale:

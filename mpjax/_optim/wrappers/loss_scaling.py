@@ -159,10 +159,10 @@ def _checked_scales(
   loss_scale: LossScale | Mapping[str, LossScale], name: str | None
 ) -> dict[str | None, LossScale]:
   """Returns the configuration of each loss by its name, which is None for an only loss."""
-  where, several = "mpjax.loss_scaling(loss_scale)", False
+  where, several = "mpjax.loss_scaling(loss_scale)", isinstance(loss_scale, Mapping)
   by_name: dict[str | None, LossScale]
   if isinstance(loss_scale, Mapping):
-    by_name, several = {**loss_scale}, True
+    by_name = {**loss_scale}
   else:
     by_name = {name: loss_scale}
   for key, config in by_name.items():
