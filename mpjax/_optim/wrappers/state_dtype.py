@@ -38,7 +38,7 @@ from mpjax._optim.optimizer_trees import (
 )
 from mpjax._optim.states import StochasticState
 from mpjax._optim.wrapper_checks import check_inner, check_state
-from mpjax._optim.wrappers.apply_updates import check_rounding, round_stochastically
+from mpjax._optim.wrappers.apply_updates import round_stochastically
 from mpjax._optim.wrappers.master_weights import init_in_float32, update_in_float32
 from mpjax._policy.dtypes import parse_dtype
 
@@ -114,7 +114,7 @@ def state_dtype(
   (dtype(bfloat16), dtype('float32'))
   """
   inner = check_inner(inner, _WHERE)
-  check_rounding("mpjax.state_dtype", rounding)
+  check_choice(rounding, ("nearest", "stochastic"), "mpjax.state_dtype(rounding)")
   stochastic = rounding == "stochastic"
   dtypes = _parse_dtypes(mu, nu, allow_second_moments)
 
@@ -147,8 +147,12 @@ def state_dtype(
     params = arrays_only(params)
     grads = align_gradients(updates, params, f"{call}(updates)")
     containers = _types_in(grads if params is None else params)
+
     # Widen the stored moments, run `inner` in float32, round the new moments.
-    wide = _in_float32(inner_state, dtypes, containers)
+    def widened(moment: Moment, x: Leaf) -> Leaf:
+      return x.astype(jnp.float32) if _is_stored(moment, x, dtypes) else x
+
+    wide = _map_moments(widened, inner_state, containers)
     new_updates, new = update_in_float32(inner, float32_view(grads), wide, params, extra_args, call)
     # `inner` saw no integers and keys. Give them their leaves back, for `apply_updates`.
     new_updates = merge_updates(grads, new_updates, params)
@@ -174,23 +178,18 @@ def _parse_dtypes(
     expected = "second moments in float32"
     raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
   dtypes: dict[Moment, DType] = {}
-  if mu is not None:
-    dtypes["mu"] = _parse_dtype(mu, "mpjax.state_dtype(mu)")
-  if nu is not None:
-    dtypes["nu"] = _parse_dtype(nu, "mpjax.state_dtype(nu)")
+  asked: dict[Moment, DTypeLike | None] = {"mu": mu, "nu": nu}
+  for moment, dtype in asked.items():
+    if dtype is not None:
+      where = f"mpjax.state_dtype({moment})"
+      dtypes[moment] = parse_dtype(dtype, where)
+      # Float8 would need a scale for each block of a moment.
+      check_choice(dtypes[moment].name, (*HALF_NAMES, "float32"), where)
   if not dtypes:
     expected, got = "a dtype for first moments", "None, and none for second ones"
     fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
     raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
   return dtypes
-
-
-def _parse_dtype(dtype: DTypeLike, where: str) -> DType:
-  """Returns a dtype in which moments can be stored, or raises."""
-  # Float8 would need a scale for each block of a moment.
-  parsed = parse_dtype(dtype, where)
-  check_choice(parsed.name, (*HALF_NAMES, "float32"), where)
-  return parsed
 
 
 def _check_moments(
@@ -213,17 +212,6 @@ def _check_moments(
       got=f"one with {' and '.join(sorted(moments)) or 'none'}",
       fix=f"Drop this argument. Moments are found by the names of fields, {', '.join(_FIELDS)}.",
     )
-
-
-def _in_float32(
-  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class]
-) -> OptState:
-  """Returns a state with the stored moments in float32."""
-
-  def widened(moment: Moment, x: Leaf) -> Leaf:
-    return x.astype(jnp.float32) if _is_stored(moment, x, dtypes) else x
-
-  return _map_moments(widened, state, containers)
 
 
 def _rounded_to_nearest(
