@@ -131,10 +131,8 @@ def state_dtype(
       _check_moments(dtypes, inner_state, containers)
     if "nu" in dtypes and not stochastic:
       _warn_of_decays(inner, params, dtypes["nu"])
-    if not stochastic:
-      return place_like(params, _rounded_to_nearest(inner_state, dtypes, containers))
-    steps = jnp.zeros((), jnp.int32)
-    return place_like(params, _rounded_stochastically(inner_state, dtypes, containers, steps))
+    steps = jnp.zeros((), jnp.int32) if stochastic else None
+    return place_like(params, _rounded(inner_state, dtypes, containers, steps))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -156,11 +154,9 @@ def state_dtype(
     new_updates, new = update_in_float32(inner, float32_view(grads), wide, params, extra_args, call)
     # `inner` saw no integers and keys. Give them their leaves back, for `apply_updates`.
     new_updates = merge_updates(grads, new_updates, params)
-    if not stochastic:
-      return new_updates, _rounded_to_nearest(new, dtypes, containers)
     # The count is the source of random bits, so equal states give equal steps and no key is needed.
-    steps = jnp.asarray(optax.safe_increment(state.steps))
-    return new_updates, _rounded_stochastically(new, dtypes, containers, steps)
+    steps = jnp.asarray(optax.safe_increment(state.steps)) if stochastic else None
+    return new_updates, _rounded(new, dtypes, containers, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -214,38 +210,31 @@ def _check_moments(
     )
 
 
-def _rounded_to_nearest(
-  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class]
+def _rounded(
+  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class], steps: Array | None
 ) -> OptState:
-  """Returns a state with the moments in their dtypes."""
+  """Returns a state with the moments in their dtypes.
 
-  def rounded(moment: Moment, x: Leaf) -> Leaf:
-    if not _is_stored(moment, x, dtypes):
-      return x
-    # A moment beyond 65504 would be inf in float16, and would stay inf for ever.
-    return saturate(x.astype(jnp.float32), dtypes[moment]).astype(dtypes[moment])
-
-  return _map_moments(rounded, state, containers)
-
-
-def _rounded_stochastically(
-  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class], steps: Array
-) -> StochasticState:
-  """Returns a state with the moments in their dtypes, rounded by bits that depend on `steps`."""
-  key = jax.random.fold_in(jax.random.key(0), steps)
+  They are rounded to nearest, or by random bits that depend on a number of `steps`, which is then
+  kept beside the state.
+  """
+  key = None if steps is None else jax.random.fold_in(jax.random.key(0), steps)
   # Each leaf folds in its position: equal moments must not be rounded by equal bits.
   number = itertools.count()
 
   def rounded(moment: Moment, x: Leaf) -> Leaf:
     if not _is_stored(moment, x, dtypes):
       return x
-    dtype, x = dtypes[moment], saturate(x.astype(jnp.float32), dtypes[moment])
+    dtype = dtypes[moment]
+    # A moment beyond 65504 would be inf in float16, and would stay inf for ever.
+    x = saturate(x.astype(jnp.float32), dtype)
     # In float32 nothing is dropped, so no random bits are drawn.
-    if dtype == jnp.float32:
-      return x
+    if key is None or dtype == jnp.float32:
+      return x.astype(dtype)
     return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
 
-  return StochasticState(steps, _map_moments(rounded, state, containers))
+  new = _map_moments(rounded, state, containers)
+  return new if steps is None else StochasticState(steps, new)
 
 
 def _is_stored(moment: Moment, x: Leaf, dtypes: Mapping[Moment, DType]) -> bool:
