@@ -295,7 +295,10 @@ class LossScaling:
       extra_args = {**extra_args, "grad": shown(again)}
     gradient = shown(total)
 
-    def run_as_stored(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
+    def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
+      if self.is_scaled:
+        return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
+      # Under `NoLossScale`, `inner` sees what is stored.
       seen = hide_untrained(params, params)
       new, new_inner = self.inner.update(gradient, inner_state, seen, **extra_args)
       # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
@@ -307,10 +310,7 @@ class LossScaling:
       counts: dict[str, ScaleState] = {
         label: StepCount(count_up(scales[label].total)) for label in self.configs
       }
-      return _Step(total, params, run_as_stored, None, counts)
-
-    def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
-      return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
+      return _Step(total, params, run, None, counts)
 
     # 1. Each loss has its own gradients, and its own losses.
     by_name = self.several and isinstance(loss, Mapping)
