@@ -211,36 +211,43 @@ def _check_skipped_step(
       factor = (1 + i / len(replaced)) / 2
       start[path] = full_like(x, jnp.asarray(factor * (old if np.any(old) else 0.6875)))
 
-  # 3. At the scale NaN it is skipped. No retry helps, and no limit makes the next scale a number.
-  # Each scale is NaN alone, since another one may skip the step for it. Then all are, because state
-  # that several optimizers share may move until all of them skip.
-  skipped = first
-  for chosen in dict.fromkeys([*((scale,) for scale in call.scales), tuple(call.scales)]):
-    skipped = call.run(start, chosen, np.nan)
-    if skipped.unscaled:
-      raise _not_scaled(call, skipped.unscaled[0][-1])
-  # Where no scale makes gradients NaN, as under `SkipNonfinite`, the batch does, or a parameter:
-  # first all arrays without a new version, then each array alone.
-  states = [scale[:-2] for scale in call.scales]
-  inexact = [x for x in call.arrays if is_inexact(call.arrays[x])]
-  numbers = [x for x in inexact if not any(_is_below(x, state) for state in states)]
-  poisons = iter([[x for x in numbers if x not in replaced], *([x] for x in numbers)])
-  while any(skipped.applied.values()):
-    poison = next(poisons, None)
-    if poison is None:
-      raise _wrong(
-        "a step that is skipped when its batch or a parameter is NaN",
-        "an applied one in each case, so that nothing was checked",
-        "Pass update the gradients of the loss. SkipNonfinite skips by these, and by loss=.",
-      )
-    values = start | {x: full_like(start[x], np.nan) for x in poison}
-    skipped = call.run(values, call.scales, np.nan)
+  # 3. With NaN gradients it is skipped.
+  skipped = _skipped_run(call, start, replaced)
   if lost := (first.applied.keys() or {*call.scales}) - skipped.applied.keys():
     raise _not_updated(call, min(lost)[-1])
 
   # 4. Each new version is its argument.
   if changed := _changed(call, groups, skipped):
     raise _changes_when_skipped(call, changed)
+
+
+def _skipped_run(call: "_Call", start: Mapping[Names, Array], replaced: Sequence[Names]) -> "_Run":
+  """Runs a step so that it is skipped, and raises if it is not; `replaced` have new versions."""
+  # At the scale NaN no retry helps, and no limit makes the next scale a number. Each scale is NaN
+  # alone, since another one may skip the step for it. Then all are, because state that several
+  # optimizers share may move until all of them skip.
+  runs = [*((scale,) for scale in call.scales), tuple(call.scales)]
+  for chosen in dict.fromkeys(runs):
+    skipped = call.run(start, chosen, np.nan)
+    if skipped.unscaled:
+      raise _not_scaled(call, skipped.unscaled[0][-1])
+    if not any(skipped.applied.values()) and chosen == runs[-1]:
+      return skipped
+  # Where no scale makes gradients NaN, as under `SkipNonfinite`, the batch does, or a parameter:
+  # first all arrays without a new version, then each array alone.
+  states = [scale[:-2] for scale in call.scales]
+  inexact = [x for x in call.arrays if is_inexact(call.arrays[x])]
+  numbers = [x for x in inexact if not any(_is_below(x, state) for state in states)]
+  for poison in [[x for x in numbers if x not in replaced], *([x] for x in numbers)]:
+    values = {**start} | {x: full_like(start[x], np.nan) for x in poison}
+    skipped = call.run(values, call.scales, np.nan)
+    if not any(skipped.applied.values()):
+      return skipped
+  raise _wrong(
+    "a step that is skipped when its batch or a parameter is NaN",
+    "an applied one in each case, so that nothing was checked",
+    "Pass update the gradients of the loss. SkipNonfinite skips by these, and by loss=.",
+  )
 
 
 def _changed(call: "_Call", groups: Sequence["Group"], skipped: "_Run") -> dict[Names, bool]:
