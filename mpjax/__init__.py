@@ -33,14 +33,14 @@ if TYPE_CHECKING:
   from mpjax._diagnose.tune.tune import tune
   from mpjax._io.convert import convert
   from mpjax._jaxpr.op_lists import OpLists
-  from mpjax._optim.check.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.check_loss_scaling import check_loss_scaling
+  from mpjax._optim.find_scale import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.loss_scale import (
     DynamicLossScale,
     NoLossScale,
     SkipNonfinite,
     StaticLossScale,
   )
-  from mpjax._optim.metrics import keep_if_skipped, loss_scaling_metrics, step_applied
   from mpjax._optim.scaled import scaled
   from mpjax._optim.step.train_state import TrainState
   from mpjax._optim.step.train_step import make_train_step
@@ -84,7 +84,7 @@ _HOMES = {
   "policy_scope": "mpjax.linen",
   "accumulate_gradients": "mpjax._optim.wrappers.accumulation",
   "apply_updates": "mpjax._optim.wrappers.apply_updates",
-  "check_loss_scaling": "mpjax._optim.check.check_loss_scaling",
+  "check_loss_scaling": "mpjax._optim.check_loss_scaling",
   "check_skipped_steps": "mpjax._diagnose.check_skipped_steps",
   "DynamicLossScale": "mpjax._optim.loss_scale",
   "NoLossScale": "mpjax._optim.loss_scale",
@@ -92,9 +92,9 @@ _HOMES = {
   "StaticLossScale": "mpjax._optim.loss_scale",
   "loss_scaling": "mpjax._optim.wrappers.loss_scaling",
   "master_weights": "mpjax._optim.wrappers.master_weights",
-  "keep_if_skipped": "mpjax._optim.metrics",
-  "loss_scaling_metrics": "mpjax._optim.metrics",
-  "step_applied": "mpjax._optim.metrics",
+  "keep_if_skipped": "mpjax._optim.find_scale",
+  "loss_scaling_metrics": "mpjax._optim.find_scale",
+  "step_applied": "mpjax._optim.find_scale",
   "monitor": "mpjax._diagnose.monitor",
   "scaled": "mpjax._optim.scaled",
   "state_dtype": "mpjax._optim.wrappers.state_dtype",

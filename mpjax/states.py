@@ -6,8 +6,7 @@ True
 """
 
 from mpjax._diagnose.monitor import monitor_counts
-from mpjax._optim.inner_state import inner_state
-from mpjax._optim.set_loss_scale import set_loss_scale
+from mpjax._optim.find_scale import inner_state, set_loss_scale
 from mpjax._optim.states import (
   AccumulationState,
   LossScalingState,

@@ -212,8 +212,12 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   """
   # Compare everything before anything is read or cast, since a checkpoint may be large.
   expected = _expected_leaves(target)
-  path = _checkpoint_path(restored)
-  saved = restored if path is None else _metadata(path)
+  path, saved = None, restored
+  if isinstance(restored, (str, os.PathLike)):
+    path = os.fspath(restored)
+    # Orbax refuses relative paths. A URL of a bucket is no path of this machine.
+    path = path if "://" in path else os.path.abspath(path)
+    saved = _metadata(path)
   saved_leaves = leaves_by_path(saved, _WHERE)
   # A master in the other storage has another dtype, which is no misfit.
   parameter_paths = masters_to_convert(target, expected, saved_leaves, _WHERE)
@@ -221,9 +225,14 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   for master in parameter_paths:
     as_saved[master] = expected[master].update(dtype=saved_leaves[master].dtype)
   if path is not None:
-    restored = _read(path, saved, target, as_saved, cast)
+    # A mismatch must not show after minutes of reading, so compare the metadata first.
+    _match(target, as_saved, saved, cast)
+    restored = _read(path, saved, as_saved)
   # Cast parameters first: masters are converted from the parameters that the target will hold.
-  leaves = _converted(_match(target, as_saved, restored, cast), as_saved)
+  matched = _match(target, as_saved, restored, cast)
+  leaves = {name: convert(matched[name], want.dtype) for name, want in as_saved.items()}
+  casts = {name: (matched[name], x) for name, x in leaves.items()}
+  refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
   leaves = convert_masters(leaves, parameter_paths, _WHERE)
   is_ours = path is not None  # The caller has no reference to an array that was read here.
   # The order of `expected` is that of the leaves of the target.
@@ -231,23 +240,6 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
   result = jax.tree.unflatten(jax.tree.structure(target), placed)
   _refuse_damaged_scale(result)
   return result
-
-
-def _checkpoint_path(restored: PyTree) -> str | None:
-  """Returns `restored` as an absolute path or a URL; None if it is a tree."""
-  if not isinstance(restored, (str, os.PathLike)):
-    return None
-  path = os.fspath(restored)
-  # Orbax refuses relative paths. A URL of a bucket is no path of this machine.
-  return path if "://" in path else os.path.abspath(path)
-
-
-def _converted(leaves: Mapping[str, Leaf], expected: _Expected) -> dict[str, Leaf]:
-  """Returns `leaves` in the dtypes of `expected`; raises if a number is too large for its own."""
-  converted = {path: convert(leaves[path], want.dtype) for path, want in expected.items()}
-  casts = {path: (leaves[path], x) for path, x in converted.items()}
-  refuse_overflow(casts, "mpjax.checkpoints.restore_like(cast=True)")
-  return converted
 
 
 def _refuse_damaged_scale(result: PyTree) -> None:
@@ -323,24 +315,37 @@ def _metadata(path: str) -> PyTree:
         fix="A CheckpointManager writes to directory/step/default. Read other files first: "
         "numpy.load(path), flax.serialization.msgpack_restore(bytes).",
       )
-  return jax.tree.map(_stand_in, metadata.tree)
+
+  def stand_in(stored: Any) -> Leaf:
+    # A Python number is restored as one.
+    if isinstance(stored, ocp.metadata.ScalarMetadata):
+      return np.zeros((), stored.dtype).item()
+    if isinstance(stored, ocp.metadata.StringMetadata):
+      return ""
+    # A broadcast view has the shape, and the memory of one element.
+    return np.broadcast_to(np.zeros((), stored.dtype), stored.shape)
+
+  return jax.tree.map(stand_in, metadata.tree)
 
 
-def _read(path: str, saved: PyTree, target: PyTree, expected: _Expected, cast: bool) -> PyTree:
+def _read(path: str, saved: PyTree, expected: _Expected) -> PyTree:
   """Returns the Orbax checkpoint at `path`, in its own structure and dtypes.
 
-  First its metadata `saved` is compared with `target`, so that an error takes no time. Arrays are
-  read to the sharding that `expected` asks for, or to the host.
+  `saved` is its metadata. Arrays are read to the sharding that `expected` asks for, or to the host.
   """
-  # A mismatch must not show after minutes of reading.
-  _match(target, expected, saved, cast)
 
   def placed(key_path: KeyPath, x: Leaf) -> Leaf:
     # The checkpoint may store encoded leaves, whose names have tags.
     path, _ = _resolve(path_text(key_path), x, expected)
     sharding = expected[path].sharding
     if is_key(expected[path].dtype):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_everywhere(sharding))
+      # The data have one axis more than the keys, so they are replicated on the devices of the
+      # keys. Orbax has to read them to a device: in host memory it does not tell which generator
+      # they belong to.
+      if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+      sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     # Orbax reads such leaves to the host.
     if sharding is None or not isinstance(x, np.ndarray):
       return x
@@ -348,26 +353,6 @@ def _read(path: str, saved: PyTree, target: PyTree, expected: _Expected, cast: b
 
   with ocp.StandardCheckpointer() as checkpointer:
     return checkpointer.restore(path, jax.tree_util.tree_map_with_path(placed, saved))
-
-
-def _stand_in(metadata: Any) -> Leaf:
-  """Returns a leaf with the type, dtype and shape of a stored one, in almost no memory."""
-  # A Python number is restored as one.
-  if isinstance(metadata, ocp.metadata.ScalarMetadata):
-    return np.zeros((), metadata.dtype).item()
-  if isinstance(metadata, ocp.metadata.StringMetadata):
-    return ""
-  # A broadcast view has the shape, and the memory of one element.
-  return np.broadcast_to(np.zeros((), metadata.dtype), metadata.shape)
-
-
-def _everywhere(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding:
-  """Returns the sharding to which the data of keys are read, replicated on the devices of keys."""
-  # The data have one axis more than the keys. Orbax has to read them to a device: in host memory it
-  # does not tell which generator they belong to.
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-  return sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) -> dict[str, Leaf]:
@@ -381,24 +366,23 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
   # The label of a loss scale is part of its path, so another configuration misses paths too. Its
   # error says more.
   _refuse_other_configuration(target, leaves)
-  _refuse_other_paths(target, expected, leaves)
-  _refuse_misfits(expected, leaves, cast)
-  return leaves
-
-
-def _refuse_other_paths(target: PyTree, expected: _Expected, leaves: Mapping[str, Leaf]) -> None:
-  """Raises if a leaf of the target is missing from `leaves`, or if there are others."""
   missing = [path for path in expected if path not in leaves]
   extra = [path for path in leaves if path not in expected]
   problems = [f"nothing at {path or 'the root'}" for path in missing]
   problems += [f"an extra leaf at {path or 'the root'}" for path in extra]
   if problems:
+    got, fix = listed(problems, most=_MOST_PATHS), _advice_on_paths(target, missing, extra)
+    raise MpjaxValueError(_WHERE, expected="the leaves of target and no others", got=got, fix=fix)
+  misfits = {path: misfit(leaves[path], want, cast=cast) for path, want in expected.items()}
+  wrong = [path for path, text in misfits.items() if text]
+  if wrong:
     raise MpjaxValueError(
       _WHERE,
-      expected="the leaves of target and no others",
-      got=listed(problems, most=_MOST_PATHS),
-      fix=_advice_on_paths(target, missing, extra),
+      expected="leaves of the dtype and shape of target",
+      got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
+      fix=_advice_on_leaves([(leaves[path], expected[path]) for path in wrong]),
     )
+  return leaves
 
 
 def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str]) -> str:
@@ -420,19 +404,6 @@ def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str
     "StandardCheckpointer().restore(path). Then pass a part of it, restored['params'], or add "
     "the missing leaves."
   )
-
-
-def _refuse_misfits(expected: _Expected, leaves: Mapping[str, Leaf], cast: bool) -> None:
-  """Raises if leaves differ from the target in dtype or shape, apart from a `cast`."""
-  misfits = {path: misfit(leaves[path], want, cast=cast) for path, want in expected.items()}
-  wrong = [path for path, text in misfits.items() if text]
-  if wrong:
-    raise MpjaxValueError(
-      _WHERE,
-      expected="leaves of the dtype and shape of target",
-      got=listed([f"{misfits[path]} at {path or 'the root'}" for path in wrong]),
-      fix=_advice_on_leaves([(leaves[path], expected[path]) for path in wrong]),
-    )
 
 
 def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:

@@ -14,7 +14,6 @@ from mpjax._optim.optimizer_trees import differentiated
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import (
   ModuleRecord,
-  PolicyConfig,
   Rule,
   first_match,
   parse_config,
@@ -71,12 +70,30 @@ def convert(
   # Check the arguments before any array is cast.
   base = parse_policy(policy, f"{_WHERE}(policy)")
   config = parse_config(_WHERE, base, rules, unmatched=unmatched)
-  _refuse_rules_without_path(config.rules)
-  _check_params(params["params"] if _has_collections(params) else params)
-  # Rules and names of norms refer to paths within the parameters.
-  paths, leaves = _parameter_paths(params), jax.tree.leaves(params)
+  # A rule for a class of modules cannot match, because a tree of arrays has no modules.
+  wrong = [repr(rule) for rule in config.rules if rule.path is None]
+  if wrong:
+    raise MpjaxValueError(
+      f"{_WHERE}(rules=...)",
+      expected="rules with path=",
+      got=listed(wrong),
+      fix="Such rules need mpjax.with_policy(model, policy, rules).convert(variables, *args).",
+    )
+  # The variables of a Linen model are a dict. An `nnx.State` may have an attribute of that name.
+  is_dict = isinstance(params, dict) or hasattr(params, "unfreeze")
+  has_collections = is_dict and "params" in params
+  _refuse_models(params["params"] if has_collections else params)
+  # Rules and names of norms refer to paths within the parameters. Other collections have none:
+  # batch statistics stay in float32.
+  paths: list[Path | None] = [*leaf_paths(params)]
+  if has_collections:
+    paths = [path[1:] if path and path[0] == "params" else None for path in paths]
+  leaves = jax.tree.leaves(params)
   by_path = {path: x for path, x in zip(paths, leaves, strict=True) if path is not None}
-  _check_matches(config, by_path, stacklevel=2)
+  record = ModuleRecord(config)
+  # A rule may name a node, so the paths above each leaf count as well.
+  record.note_paths(sorted(with_enclosing("/".join(path) for path in by_path)))
+  record.check("in the tree", 2, kind="node")
   # A norm is known by the names of several leaves, so all leaves are needed first.
   norms = _norms(by_path)
   dtypes: list[DType | None] = []
@@ -90,51 +107,22 @@ def convert(
   return cast_leaves(params, dtypes, f"{_WHERE}(params)")
 
 
-def _refuse_rules_without_path(rules: Iterable[Rule]) -> None:
-  # A rule for a class of modules cannot match, because a tree of arrays has no modules.
-  wrong = [repr(rule) for rule in rules if rule.path is None]
-  if wrong:
-    raise MpjaxValueError(
-      f"{_WHERE}(rules=...)",
-      expected="rules with path=",
-      got=listed(wrong),
-      fix="Such rules need mpjax.with_policy(model, policy, rules).convert(variables, *args).",
-    )
-
-
-def _has_collections(params: Params) -> bool:
-  """Whether a tree is the variables of a Linen model, with the collection "params"."""
-  # An `nnx.State` may have an attribute of that name.
-  is_dict = isinstance(params, dict) or hasattr(params, "unfreeze")
-  return is_dict and "params" in params
-
-
-def _check_params(params: object) -> None:
+def _refuse_models(params: object) -> None:
   """Raises if `params` is a model or a training state instead of a tree of parameters."""
-  problem = _problem(params)
-  if problem is not None:
-    got, fix = problem
-    raise MpjaxTypeError(f"{_WHERE}(params)", expected="a tree of parameters", got=got, fix=fix)
-
-
-def _problem(params: object) -> tuple[str, str] | None:
-  """Returns a description of `params` and advice; None if it is a tree of parameters."""
   # An `nnx.State` is a mapping, and a tree of parameters.
   if is_of_nnx(params) and not isinstance(params, Mapping):
     got = f"the NNX module {type(params).__name__}"
     fix = "Pass nnx.state(model), or write mpjax.nnx.convert(view, *inputs)."
-    return got, fix
   # Linen and Haiku have both methods.
-  if hasattr(params, "apply") and hasattr(params, "init"):
+  elif hasattr(params, "apply") and hasattr(params, "init"):
     got = f"a model ({type(params).__name__})"
     fix = "Pass its variables, or write with_policy(model, policy).convert(variables, *inputs)."
-    return got, fix
-  states = [x for x in jax.tree.leaves(params, is_leaf=_is_state) if _is_state(x)]
-  if states:
+  elif states := [x for x in jax.tree.leaves(params, is_leaf=_is_state) if _is_state(x)]:
     got = f"a training state: there is a {type(states[0]).__name__} in it"
     fix = "Pass state.params: the optimizer's state is not for inference."
-    return got, fix
-  return None
+  else:
+    return
+  raise MpjaxTypeError(f"{_WHERE}(params)", expected="a tree of parameters", got=got, fix=fix)
 
 
 def _is_state(x: object) -> bool:
@@ -146,23 +134,6 @@ def _is_state(x: object) -> bool:
   # `LookaheadParams`.
   is_in_params = getattr(x, "_fields", None) == () or differentiated(x) is not x
   return type(x).__module__.partition(".")[0] in ("mpjax", "optax") and not is_in_params
-
-
-def _parameter_paths(params: Params) -> list[Path | None]:
-  """Returns the path of each leaf in the parameters; None for one in another collection."""
-  paths = leaf_paths(params)
-  if not _has_collections(params):
-    return [*paths]
-  # Batch statistics stay in float32.
-  return [path[1:] if path[0] == "params" else None for path in paths]
-
-
-def _check_matches(config: PolicyConfig, paths: Iterable[Path], stacklevel: int) -> None:
-  """Raises or warns if a rule matches no leaf and no node around one."""
-  record = ModuleRecord(config)
-  # A rule may name a node, so the paths above each leaf count as well.
-  record.note_paths(sorted(with_enclosing("/".join(path) for path in paths)))
-  record.check("in the tree", stacklevel + 1, kind="node")
 
 
 def _norms(leaves: Mapping[Path, Leaf]) -> set[Path]:

@@ -4,8 +4,7 @@ With `storage="split"` a master is stored in two leaves: a bfloat16 parameter an
 remainder. It can only be converted if its parameter is restored with it, in one tree.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,6 @@ from mpjax._core.types import Array, KeyPath, Leaf, PyTree
 from mpjax._optim.states import MasterWeightsState
 from mpjax._optim.step.train_state import TrainState
 from mpjax._optim.wrappers.master_weights import bounded, has_no_master, join, split
-
-T = TypeVar("T")
-
-
-class _Parameters(NamedTuple):
-  """The parameters of a target by path, and the paths of the nodes that hold them."""
-
-  leaves: dict[Path, Leaf]
-  nodes: set[Path]  # including the leaves
 
 
 def masters_to_convert(
@@ -46,29 +36,42 @@ def masters_to_convert(
   """
   # States of optax hold trees with the paths of parameters. The parameters are outside of all
   # states.
-  params = _parameters(target)
+  leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
+  params = {_names_of(path): x for path, x in leaves if not _is_state(x)}
   parameter_paths: dict[str, str] = {}
-  for state_path, state in _nodes_with_path(target, MasterWeightsState):
-    place = f"{state_path}/master".lstrip("/")
-    _refuse_17_bits(place, expected, saved, where)
-    masters = _masters(state)
-    # A parameter that `optax.masked` left out has no master, and no array.
-    paths = {x: "/".join((place, *x)) for x, master in masters.items() if not has_no_master(master)}
-    # Masters in the storage of the target are compared like all leaves.
-    changed = {x: path for x, path in paths.items() if _storage_changes(path, expected, saved)}
+  for key_path, state in jax.tree_util.tree_leaves_with_path(target, is_leaf=_has_masters):
+    if not _has_masters(state):
+      continue
+    place = f"{path_text(key_path)}/master".lstrip("/")
+    # Early versions saved a parity array. The target may have a parameter that is called "parity".
+    prefix = f"{place}/parity/"
+    if any(f"{path}/".startswith(prefix) and path not in expected for path in saved):
+      raise MpjaxValueError(
+        where,
+        expected="split masters as int16 remainders",
+        got=f"two arrays of their 17 bits, remainder and parity, at {place}",
+        fix='Restore it with the version that saved it into a state of storage="float32", save '
+        "that, and restore it here.",
+      )
+    own = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=has_no_master)
+    # A float32 parameter has None: it is its own master. A masked one has an `optax.MaskedNode`.
+    masters = {_names_of(path): master for path, master in own if master is not None}
+    # Masters in the storage of the target are compared like all leaves. The others are float32 in
+    # the target and a remainder in the file, or the reverse. A leaf may be missing from either.
+    changed: dict[Path, str] = {}
+    for names, master in masters.items():
+      path = "/".join((place, *names))
+      dtypes = {str(getattr(tree.get(path), "dtype", "")) for tree in (expected, saved)}
+      if not has_no_master(master) and dtypes == {"float32", "int16"}:
+        changed[names] = path
     root = _root(masters, set(changed), params, place, where) if changed else None
     if root is not None:
       parameter_paths |= {path: "/".join(root + x) for x, path in changed.items()}
   return parameter_paths
 
 
-def _parameters(target: PyTree) -> _Parameters:
-  """Returns the leaves of `target` that are not in the state of an optimizer."""
-  leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
-  params = {_names_of(path): x for path, x in leaves if not _is_state(x)}
-  # Masters may belong to a part of the tree, so every node is a candidate.
-  nodes = {path[:n] for path in params for n in range(len(path) + 1)}
-  return _Parameters(params, nodes)
+def _has_masters(x: object) -> bool:
+  return isinstance(x, MasterWeightsState)
 
 
 def _is_state(x: object) -> bool:
@@ -78,60 +81,37 @@ def _is_state(x: object) -> bool:
   return hasattr(x, "_fields") and library in ("mpjax", "optax") and not isinstance(x, TrainState)
 
 
-def _nodes_with_path(tree: PyTree, kind: type[T]) -> Iterator[tuple[str, T]]:
-  """Yields the path and the node for each node of `tree` that is a `kind`."""
-  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
-  yield from ((path_text(path), x) for path, x in nodes if isinstance(x, kind))
-
-
 def _names_of(path: KeyPath) -> Path:
   return tuple(path_text((key,)) for key in path)
 
 
-def _refuse_17_bits(
-  place: str, expected: Mapping[str, Leaf], saved: Mapping[str, Leaf], where: str
-) -> None:
-  """Raises if the masters at `place` were saved with a parity array, as early versions did."""
-  prefix = f"{place}/parity/"
-  # The target may have a parameter that is called "parity".
-  if any(f"{path}/".startswith(prefix) and path not in expected for path in saved):
-    raise MpjaxValueError(
-      where,
-      expected="split masters as int16 remainders",
-      got=f"two arrays of their 17 bits, remainder and parity, at {place}",
-      fix='Restore it with the version that saved it into a state of storage="float32", save '
-      "that, and restore it here.",
-    )
-
-
-def _masters(state: MasterWeightsState) -> dict[Path, Leaf]:
-  """Returns the masters of a state by path. A masked parameter has an `optax.MaskedNode`."""
-  leaves = jax.tree_util.tree_leaves_with_path(state.master, is_leaf=has_no_master)
-  # A float32 parameter has None: it is its own master.
-  return {_names_of(path): master for path, master in leaves if master is not None}
-
-
-def _storage_changes(path: str, expected: Mapping[str, Leaf], saved: Mapping[str, Leaf]) -> bool:
-  """Whether the master at `path` is float32 in the target and a remainder in the file, or back."""
-  # A leaf may be missing from either side.
-  dtypes = {str(getattr(leaves.get(path), "dtype", "")) for leaves in (expected, saved)}
-  return dtypes == {"float32", "int16"}
-
-
 def _root(
-  masters: Mapping[Path, Leaf], changed: set[Path], params: _Parameters, place: str, where: str
+  masters: Mapping[Path, Leaf],
+  changed: set[Path],
+  params: Mapping[Path, Leaf],
+  place: str,
+  where: str,
 ) -> Path | None:
   """Returns the path of the tree of parameters that `masters` belong to; None if they are damaged.
 
   Raises:
     MpjaxValueError: there is no such tree, or there are several.
   """
-  # A root fits if it has a parameter of the right shape for each master.
-  roots = _roots(masters, params)
+  # Masters may belong to a part of the tree, so every node is a candidate, the leaves too.
+  nodes = {path[:n] for path in params for n in range(len(path) + 1)}
+
+  def belongs(path: Path, master: Leaf) -> bool:
+    # There is a parameter of the right shape for a master, or a node for an `optax.MaskedNode`.
+    if has_no_master(master):
+      return path in nodes
+    param = params.get(path)
+    return param is not None and in_low_precision(param) and param.shape == master.shape
+
+  roots = sorted(root for root in nodes if all(belongs(root + x, m) for x, m in masters.items()))
   arrays = [x for x, master in masters.items() if not has_no_master(master)]
   # Only masters of bfloat16 parameters are split. Others, such as those of float16, are float32
   # always.
-  bfloat16 = {x for root in roots for x in arrays if params.leaves[root + x].dtype == jnp.bfloat16}
+  bfloat16 = {x for root in roots for x in arrays if params[root + x].dtype == jnp.bfloat16}
   if not bfloat16 <= changed:
     # A storage has all masters of bfloat16 parameters in one form, and here only some of them
     # changed. The comparison with the target names these.
@@ -147,23 +127,6 @@ def _root(
       '{"params": params, "opt_state": opt_state}. Restore several models one by one.',
     )
   return roots[0]
-
-
-def _roots(masters: Mapping[Path, Leaf], params: _Parameters) -> list[Path]:
-  """Returns the paths of all trees of parameters that `masters` can belong to."""
-  return sorted(
-    root
-    for root in params.nodes
-    if all(_belongs(root + x, master, params) for x, master in masters.items())
-  )
-
-
-def _belongs(path: Path, master: Leaf, params: _Parameters) -> bool:
-  """Whether there is a parameter at `path` for a master, or a node for an `optax.MaskedNode`."""
-  if has_no_master(master):
-    return path in params.nodes
-  param = params.leaves.get(path)
-  return param is not None and in_low_precision(param) and param.shape == master.shape
 
 
 def convert_masters(

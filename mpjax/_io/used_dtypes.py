@@ -80,13 +80,16 @@ def cast_leaves(tree: PyTree, dtypes: Sequence[DType | None], where: str) -> PyT
 def _uses(value: Value, returned: Collection[Value]) -> set[DType | None]:
   """Returns the dtypes to which a value is rounded; None is among them if it has another use."""
   uses: set[DType | None] = set()
-  copies = [value]  # the value and all moved copies of it; the loop appends to the list
-  for copy in copies:
+  # The value and all moved copies of it, and those whose consumers are not known yet.
+  copies, waiting = {value}, [value]
+  while waiting:
+    copy = waiting.pop()
     if copy in returned:
       uses.add(None)
     for operation in copy.consumers:
       if _moves(operation):
-        copies += [moved for moved in operation.results if moved not in copies]
+        waiting += [moved for moved in operation.results if moved not in copies]
+        copies.update(operation.results)
       else:
         uses.add(_rounded_to(copy, operation))
   return uses

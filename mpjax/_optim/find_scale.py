@@ -1,10 +1,15 @@
-"""Finding and reading the loss scales in the states of optimizers."""
+"""The loss scales in the states of optimizers: read, set, found, and refused where they go wrong.
+
+A state may hold the classes of `states.py`, or mappings in place of them: an `nnx.State`, its pure
+dict, and a checkpoint that was read without a target.
+"""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.core import Tracer
@@ -13,12 +18,16 @@ from mpjax._core.errors import (
   MpjaxRuntimeError,
   MpjaxTypeError,
   MpjaxValueError,
+  check_scalar,
+  check_value,
   kind_of,
 )
 from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
-from mpjax._core.leaves import Path, raw_value
+from mpjax._core.leaves import path_text, raw_value, set_raw_value
+from mpjax._core.trees import select
 from mpjax._core.types import Array, KeyPath, Leaf, OptState, PyTree
 from mpjax._optim.loss_scale import (
+  COUNTERS,
   LARGEST,
   SMALLEST,
   LossScale,
@@ -27,11 +36,220 @@ from mpjax._optim.loss_scale import (
   StaticLossScale,
   init_scale,
   is_label,
+  positive_scale,
   read_kind,
   read_label,
+  warn_unless_power_of_two,
 )
-from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState, StepCount
-from mpjax._optim.wrapper_checks import check_state
+from mpjax._optim.optimizer_trees import full_like, stands_for
+from mpjax._optim.states import (
+  AccumulationState,
+  LossScaleState,
+  LossScalingState,
+  MasterWeightsState,
+  MonitorState,
+  StepCount,
+  StochasticState,
+)
+
+T = TypeVar("T")
+
+
+def loss_scaling_metrics(
+  opt_state: OptState, *, before: OptState | None = None, name: str | None = None
+) -> dict[str, Array]:
+  """Return metrics of loss scaling after an `update`.
+
+  Args:
+    opt_state: a state that holds a loss scale.
+    before: the state before the update, for `scale_changed`.
+    name: which of several loss scales to read.
+
+  Returns:
+    Arrays of shape (). Under `NoLossScale` the scale is 1, `finite` is True, and every count
+    but `total` is 0.
+
+    - `loss_scale` (float32): the scale of the next backward pass;
+    - `finite` (bool): whether the last step was applied, as `mpjax.step_applied`. It is also False
+      if another loss, an update or a new state was not finite;
+    - `good_steps` (int32): finite steps in a row since the scale last moved;
+    - `total`, `skipped` (int32): steps so far, and those that were not applied;
+    - `consecutive_skips` (int32): skipped steps since the last applied one;
+    - `floor_hits` (int32): overflows at the minimum scale;
+    - `bad_updates` (int32): steps skipped for their updates or new state (`check_updates=True`);
+    - `scale_changed` (bool), where `before` is given: whether the update moved the scale.
+
+  Raises:
+    MpjaxError: the state has no scale or several, or is a constant of the traced function.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> _, opt_state = tx.update(jnp.asarray([1.0, jnp.inf]), tx.init(jnp.ones(2)), jnp.ones(2))
+  >>> metrics = mpjax.loss_scaling_metrics(opt_state)
+  >>> float(metrics["loss_scale"]), bool(metrics["finite"]), int(metrics["skipped"])
+  (16384.0, False, 1)
+  """
+  where = "mpjax.loss_scaling_metrics"
+  state = read_state(opt_state, f"{where}(opt_state)", name)
+  metrics = {"loss_scale": state.scale, "finite": state.finite}
+  metrics |= {key: getattr(state, key) for key in COUNTERS}
+  if before is not None:
+    # Under `NoLossScale` the scale has not changed.
+    old = find_scale(before, f"{where}(before)", name).state or state
+    metrics["scale_changed"] = state.scale != old.scale
+  return metrics
+
+
+def step_applied(opt_state: OptState, *, name: str | None = None) -> Array:
+  """Return whether the last step was applied.
+
+  Args:
+    opt_state: a state that holds a loss scale, after an `update`.
+    name: which of several loss scales to read.
+
+  Returns:
+    A bool of shape (), traced under `jit`; True before the first step and under `NoLossScale`.
+
+  Raises:
+    MpjaxError: as `mpjax.loss_scaling_metrics`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> bool(mpjax.step_applied(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
+  True
+  """
+  return read_state(opt_state, "mpjax.step_applied(opt_state)", name).finite
+
+
+def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = None) -> T:
+  """Return `new` if the last step was applied, and `old` if it was skipped.
+
+  Use it for state outside the optimizer: batch statistics, moving averages and counters.
+
+  Args:
+    opt_state: the state that `update` returned; it holds a loss scale.
+    new: a tree of arrays, after the step.
+    old: the same tree before the step, in the same shapes and dtypes.
+    name: which of several loss scales to read.
+
+  Returns:
+    A tree like `new`. Under `NoLossScale` it is `new`.
+
+  Raises:
+    MpjaxValueError: the trees differ in structure, shapes or dtypes.
+    MpjaxError: as `mpjax.loss_scaling_metrics`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.sgd(0.1))
+  >>> _, opt_state = tx.update(jnp.asarray([1.0, jnp.inf]), tx.init(jnp.ones(2)), jnp.ones(2))
+  >>> print(mpjax.keep_if_skipped(opt_state, new=jnp.asarray(jnp.nan), old=jnp.asarray(0.5)))
+  0.5
+  """
+  call = "mpjax.keep_if_skipped"
+  # `select` compares structure, shapes and dtypes, since `where` would broadcast and promote.
+  applied = read_state(opt_state, f"{call}(opt_state)", name).finite
+  return select(applied, new, old, f"{call}(opt_state, new, old)")
+
+
+def set_loss_scale(
+  opt_state: OptState, value: Array | float, *, name: str | None = None
+) -> OptState:
+  """Set the loss scale in `opt_state` to `value`, and restart its count of good steps.
+
+  To carry a scale over to a larger tree of parameters, set it in the state that `init` makes.
+
+  Args:
+    opt_state: a state that holds a loss scale. The variables of an `nnx.Optimizer` are written; an
+      `nnx.State` is not changed.
+    value: a number, or an array of shape (), within the limits of the state's configuration. A
+      power of two is exact; another warns once. A traced one is brought within the limits.
+    name: which of several loss scales to set.
+
+  Returns:
+    A state of the same structure, shapes, dtypes and shardings.
+
+  Raises:
+    MpjaxTypeError: `value` is no number, or the state has no scale, or has two.
+    MpjaxValueError: `value` is outside the limits, scaling is off, or no scale is called `name`.
+    MpjaxRuntimeError: `value` is traced, and the state is from outside of what is traced.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
+  >>> opt_state = mpjax.states.set_loss_scale(opt_state, 1024)
+  >>> float(mpjax.loss_scaling_metrics(opt_state)["loss_scale"])
+  1024.0
+  """
+  where = "mpjax.states.set_loss_scale(opt_state)"
+  target = find_scale(opt_state, where, name)
+  state = target.state
+  if state is None or not target.multiplies:
+    expected = "a state with a scale that can move"
+    got = f"one of {target.kind.__name__}(), which is always 1"
+    fix = "Build the optimizer with StaticLossScale or DynamicLossScale."
+    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
+  # Reading the scale raises if `value` is traced and the scale is a constant of that trace.
+  read = scale_reader(target, where)
+  read(value)
+  low, high = target.limits
+  where = "mpjax.states.set_loss_scale(value)"
+  if isinstance(value, Tracer):
+    check_scalar(value, where, expected="a scale of shape ()", fix="Pass a number, one for all.")
+    # A traced number cannot be checked. `fmax` returns the other argument for a NaN.
+    scale: Array | float = jnp.minimum(jnp.fmax(jnp.asarray(value, jnp.float32), low), high)
+  else:
+    scale = positive_scale(value, where)
+    expected = f"a scale in [{low:.9g}, {high:.9g}], the limits of this state"
+    fix = "Choose a value within, or widen min_scale and max_scale of DynamicLossScale."
+    check_value(value, low <= scale <= high, where, expected=expected, fix=fix)
+    warn_unless_power_of_two(where, {"value": scale}, stacklevel=3)
+  good_steps = full_like(state.good_steps, 0)
+  moved = state._replace(scale=full_like(state.scale, scale), good_steps=good_steps)
+  # An `nnx.Optimizer` is written to, since a new one would share its moments. An `nnx.State` is
+  # replaced.
+  if not target.in_variables or target.node is not target.owner:
+    return replace_scale(opt_state, target, moved)
+  store_scale(target, moved)
+  return opt_state
+
+
+# All have the state of the optimizer inside in a field `inner_state`. Add new wrappers here.
+_WRAPPERS = (AccumulationState, MasterWeightsState, MonitorState, StochasticState)
+
+
+def inner_state(opt_state: OptState) -> OptState:
+  """Return the state of the optimizer that the wrappers of mpjax are around.
+
+  Functions of optax that take the state of one optimizer take it, such as
+  `optax.contrib.schedule_free_eval_params`. With `mpjax.master_weights`, pass these functions
+  `mpjax.states.master_params(opt_state, params)` as the parameters.
+
+  Args:
+    opt_state: the state of an optimizer, a `TrainState`, an `nnx.Optimizer` or its `nnx.State`.
+
+  Returns:
+    The state that is innermost, with arrays in place of the variables of Flax NNX. Without a
+    wrapper outermost it is `opt_state`.
+
+  >>> import jax.numpy as jnp, mpjax, optax
+  >>> tx = mpjax.loss_scaling(optax.contrib.schedule_free_sgd(0.5))
+  >>> params = jnp.asarray([1.0, 2.0])
+  >>> inner = mpjax.states.inner_state(tx.init(params))
+  >>> print(optax.contrib.schedule_free_eval_params(inner, params))
+  [1. 2.]
+  """
+  # A `TrainState` and an `nnx.Optimizer` have the state in an attribute.
+  state = getattr(opt_state, "opt_state", opt_state)
+  while True:
+    if is_scaling_state(state):
+      state = with_classes(state).inner_state
+    elif isinstance(state, _WRAPPERS):
+      state = state.inner_state
+    # From here on mappings stand for the classes, and states without arrays are missing.
+    elif isinstance(state, Mapping) and "opt_state" in state:
+      state = state["opt_state"]
+    elif isinstance(state, Mapping) and any(stands_for(state, x, inside=True) for x in _WRAPPERS):
+      state = state.get("inner_state", ())
+    else:
+      return jax.tree.map(raw_value, state, is_leaf=is_nnx_variable)
 
 
 class OwnedScale(NamedTuple):
@@ -83,98 +301,6 @@ class OwnedScale(NamedTuple):
   def largest(self) -> float:
     """The largest scale that training comes to."""
     return self.fields.get("scale", self.limits[1])
-
-
-def scales_in(tree: PyTree) -> list[OwnedScale]:
-  """Returns every loss scale in `tree`, wherever it is."""
-  return [
-    OwnedScale(node, owner, label, label.rpartition(":")[0] or None, numbers, read_label(label))
-    for _, node, owner in scaling_states(tree)
-    for label, numbers in owner.loss_scale.items()
-  ]
-
-
-def scaling_states(tree: PyTree) -> Iterator[tuple[KeyPath, PyTree, LossScalingState]]:
-  """Yields each state of `mpjax.loss_scaling` in `tree`: its path, its node, and its content.
-
-  An `nnx.State`, its pure dict and a checkpoint that was read without a target have mappings in
-  place of classes. Their nodes are no `LossScalingState`.
-  """
-  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaling_state)
-  yield from ((path, node, with_classes(node)) for path, node in nodes if is_scaling_state(node))
-
-
-def leaves_of(tree: PyTree, is_leaf: Callable[..., bool] = is_nnx_variable) -> dict[Path, Leaf]:
-  """Returns all leaves of a tree by their paths, each key as Python writes it.
-
-  In a state of `mpjax.loss_scaling` these are the keys of its classes, also where it has mappings.
-  """
-  # `with_classes` returns a node itself if it has the class. Another object means a mapping.
-  mappings = [path for path, node, owner in scaling_states(tree) if node is not owner]
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-  return {_names(path, mappings): x for path, x in leaves}
-
-
-def _names(path: KeyPath, mappings: Iterable[KeyPath]) -> Path:
-  """Returns the keys of a path, below `mappings` those of the classes that these stand for."""
-  names = [jax.tree_util.keystr((key,)) for key in path]
-  for root in mappings:
-    if path[: len(root)] != root:
-      continue
-    # A path into a state is: a field of `LossScalingState`, a label, a field of `LossScaleState`. A
-    # mapping writes fields as `['scale']`, the class as `.scale`. Labels are keys in both.
-    field, _, number = range(len(root), len(root) + 3)
-    is_scale = names[field : field + 1] == ["['loss_scale']"]
-    positions = (field, number) if is_scale else (field,)
-    names = [f".{x[2:-2]}" if i in positions else x for i, x in enumerate(names)]
-  return tuple(names)
-
-
-def is_scaling_state(node: object) -> bool:
-  """Whether a node of a tree is a state of `mpjax.loss_scaling`, or a mapping with its fields."""
-  if isinstance(node, LossScalingState):
-    return True
-  scales = node.get("loss_scale") if isinstance(node, Mapping) else None
-  if not isinstance(scales, Mapping) or not scales:
-    return False
-  return all(_is_loss_scale(label, numbers) for label, numbers in scales.items())
-
-
-def _is_loss_scale(label: object, numbers: object) -> bool:
-  """Whether an entry of a mapping holds the numbers of a loss scale."""
-  if not isinstance(label, str) or not isinstance(numbers, Mapping) or not is_label(label):
-    return False
-  return set(numbers) == set(_class_of(label)._fields)
-
-
-def _class_of(label: str) -> type[LossScaleState] | type[StepCount]:
-  """Returns the class of the numbers that belong to a label."""
-  return StepCount if read_kind(label) is NoLossScale else LossScaleState
-
-
-def with_classes(node: PyTree) -> LossScalingState:
-  """Returns a node that `is_scaling_state` as an instance of its class."""
-  if isinstance(node, LossScalingState):
-    return node
-  scales = {label: _class_of(label)(**numbers) for label, numbers in node["loss_scale"].items()}
-  # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
-  return LossScalingState(scales, node.get("inner_state", ()))
-
-
-def check_scales(state: OptState, configs: Mapping[str, LossScale]) -> dict[str, ScaleState]:
-  """Returns the scales in the state of the transformation with these configurations, by label."""
-  where = "mpjax.loss_scaling(inner).update(state)"
-  scales = check_state(state, LossScalingState, where).loss_scale
-  # Another configuration would go on from numbers that its limits and intervals do not allow.
-  if set(scales) != set(configs):
-    expected = f"a state created with the configuration {', '.join(map(repr, configs))}"
-    got = f"one created with {', '.join(map(repr, scales))}"
-    fix = (
-      "Build the optimizer as it was, or make a new state with init, put the old inner_state into "
-      "it (_replace) and carry the scale over with mpjax.states.set_loss_scale."
-    )
-    raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  return {label: scales[label] for label in configs}
 
 
 def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
@@ -260,6 +386,80 @@ def _stale(where: str, got: str) -> MpjaxRuntimeError:
     "mpjax.scaled(loss_fn, opt_state), with opt_state or an nnx.Optimizer. Pass that state, like "
     "params, as an argument to jit, checkpoint and eval_shape, and as the carry of scan.",
   )
+
+
+def store_scale(target: OwnedScale, new: LossScaleState) -> None:
+  """Writes `new` to the variables that the loss scale `target` is in."""
+  for variable, x in zip(target.numbers, new, strict=True):
+    set_raw_value(variable, x)
+
+
+def replace_scale(opt_state: PyTree, target: OwnedScale, new: LossScaleState) -> PyTree:
+  """Returns `opt_state` with `new` instead of the loss scale `target` in it."""
+  numbers = {f"loss_scale/{target.label}/{field}": x for field, x in new._asdict().items()}
+
+  def is_node(x: PyTree) -> bool:
+    return x is target.node
+
+  def in_mapping(path: KeyPath, x: Leaf) -> Leaf:
+    # In a variable there is one more key, that of its value.
+    return numbers.get(path_text(path[:3]), x)
+
+  if isinstance(target.node, LossScalingState):
+    scales = {**target.node.loss_scale, target.label: new}
+    node = target.node._replace(loss_scale=scales)
+  else:
+    node = jax.tree_util.tree_map_with_path(in_mapping, target.node)
+  return jax.tree.map(lambda x: node if is_node(x) else x, opt_state, is_leaf=is_node)
+
+
+def scales_in(tree: PyTree) -> list[OwnedScale]:
+  """Returns every loss scale in `tree`, wherever it is."""
+  return [
+    OwnedScale(node, owner, label, label.rpartition(":")[0] or None, numbers, read_label(label))
+    for _, node, owner in scaling_states(tree)
+    for label, numbers in owner.loss_scale.items()
+  ]
+
+
+def scaling_states(tree: PyTree) -> Iterator[tuple[KeyPath, PyTree, LossScalingState]]:
+  """Yields each state of `mpjax.loss_scaling` in `tree`: its path, its node, and its content.
+
+  A mapping in place of the class is a node that is no `LossScalingState`.
+  """
+  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaling_state)
+  yield from ((path, node, with_classes(node)) for path, node in nodes if is_scaling_state(node))
+
+
+def is_scaling_state(node: object) -> bool:
+  """Whether a node of a tree is a state of `mpjax.loss_scaling`, or a mapping with its fields."""
+  if isinstance(node, LossScalingState):
+    return True
+  scales = node.get("loss_scale") if isinstance(node, Mapping) else None
+  if not isinstance(scales, Mapping) or not scales:
+    return False
+  # Parameters may have a key `loss_scale` too, but no labels with these fields below it.
+  return all(
+    isinstance(label, str)
+    and isinstance(numbers, Mapping)
+    and is_label(label)
+    and set(numbers) == set(_class_of(label)._fields)
+    for label, numbers in scales.items()
+  )
+
+
+def _class_of(label: str) -> type[LossScaleState] | type[StepCount]:
+  """Returns the class of the numbers that belong to a label."""
+  return StepCount if read_kind(label) is NoLossScale else LossScaleState
+
+
+def with_classes(node: PyTree) -> LossScalingState:
+  """Returns a node that `is_scaling_state` as an instance of its class."""
+  if isinstance(node, LossScalingState):
+    return node
+  scales = {label: _class_of(label)(**numbers) for label, numbers in node["loss_scale"].items()}
+  # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
+  return LossScalingState(scales, node.get("inner_state", ()))
 
 
 def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:

@@ -415,11 +415,3 @@ def compiled_for_cpu() -> Array:
   # and new, and therefore no copies. A GPU writes all results in one pass, and would have to wait
   # for the host to take a branch.
   return jax.lax.platform_dependent(cpu=lambda: jnp.bool_(True), default=lambda: jnp.bool_(False))
-
-
-def stored_first(grads: Grads) -> Grads:
-  """Returns `grads`, each computed and stored on a CPU before its consumers run."""
-  # Otherwise XLA for CPU keeps the transposed gradient of a matmul and copies it for each consumer:
-  # the branch, the check and the norm. All copies of all gradients exist at once.
-  stored = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
-  return jax.lax.platform_dependent(grads, cpu=stored, default=lambda tree: tree)

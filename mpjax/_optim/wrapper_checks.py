@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -56,11 +56,25 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
   kind, expected = optax.GradientTransformation, "an optax.GradientTransformation"
   fix = "Pass an optimizer such as optax.adamw(1e-3), or MultiSteps(...).gradient_transformation()."
   inner = check_type(inner, kind, where, expected=expected, fix=fix)
-  # Read the signature once, not in each traced update.
-  names = _extra_names(inner)
+  # The first three parameters of `update` are updates, state and params. The others are the extra
+  # arguments that it names. The class does not tell whether it takes any: `MultiSteps` does, and is
+  # no GradientTransformationExtraArgs.
+  parameters = list(inspect.signature(inner.update).parameters.values())
+  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  names = {p.name for p in parameters[3:]}
+  overwritten = "_overwrite_with_gradient"
 
   def init(params: Params) -> OptState:
-    _refuse_statistics(params, f"{where}.init(params)")
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+      # The collection of Flax's float8 layers: its gradient is its next value.
+      if any(getattr(entry, "key", None) == overwritten for entry in path):
+        raise MpjaxValueError(
+          f"{where}.init(params)",
+          expected="parameters that follow their gradients",
+          got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
+          fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
+          f"mpjax.keep_if_skipped(opt_state, grads[{overwritten!r}], variables[{overwritten!r}]).",
+        )
     try:
       return inner.init(params)
     # Errors of wrappers inside say more than the one below could.
@@ -72,8 +86,11 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, OptState]:
+    # optax asks optimizers to accept and ignore unknown extra arguments. `optax.contrib.sam` names
+    # only its own, and would raise.
+    taken = {name: x for name, x in extra_args.items() if takes_any or name in names}
     try:
-      return inner.update(updates, state, params, **_taken(extra_args, names))
+      return inner.update(updates, state, params, **taken)
     except MpjaxError:
       raise
     except REFUSALS as error:
@@ -83,36 +100,6 @@ def check_inner(inner: object, where: str) -> optax.GradientTransformationExtraA
       raise
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _extra_names(inner: optax.GradientTransformation) -> set[str] | None:
-  """Returns the names of the extra arguments of `update`; None if it takes any."""
-  # The class does not tell: `MultiSteps` takes any, and is no GradientTransformationExtraArgs.
-  parameters = list(inspect.signature(inner.update).parameters.values())
-  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-  # The first three are updates, state and params.
-  return None if takes_any else {p.name for p in parameters[3:]}
-
-
-def _taken(extra_args: Mapping[str, PyTree], names: set[str] | None) -> dict[str, PyTree]:
-  """Returns the extra arguments that an `update` with these names takes."""
-  # optax asks optimizers to accept and ignore unknown extra arguments. `optax.contrib.sam` names
-  # only its own, and would raise.
-  return {name: x for name, x in extra_args.items() if names is None or name in names}
-
-
-def _refuse_statistics(params: Params, where: str) -> None:
-  """Raises for the collection of Flax's float8 layers: its gradient is its next value."""
-  collection = "_overwrite_with_gradient"
-  for path, _ in jax.tree_util.tree_leaves_with_path(params):
-    if any(getattr(entry, "key", None) == collection for entry in path):
-      raise MpjaxValueError(
-        where,
-        expected="parameters that follow their gradients",
-        got=f"float8 statistics, which are replaced by theirs, at {jax.tree_util.keystr(path)}",
-        fix='Give tx variables["params"] and grads["params"] alone, and take the rest over by '
-        f"mpjax.keep_if_skipped(opt_state, grads[{collection!r}], variables[{collection!r}]).",
-      )
 
 
 def _refused_parameters(

@@ -21,9 +21,8 @@ from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.trees import pick, same_objects, tree_differences
 from mpjax._core.types import Array, P, PyTree
-from mpjax._optim.find_scale import OwnedScale, scales_in
+from mpjax._optim.find_scale import OwnedScale, scales_in, store_scale
 from mpjax._optim.loss_scale import UPDATED
-from mpjax._optim.set_loss_scale import store_scale
 from mpjax._optim.states import LossScaleState
 from mpjax.nnx._link import model_of
 

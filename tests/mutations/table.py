@@ -98,22 +98,22 @@ mpjax/_optim/loss_scale.py::read_label
 + fields | _OMITTED.get(kind, {})
 ::test_label_keeps_the_limits_exactly
 
-mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decided
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
 
 9 the scale of a finite loss backs off where another loss overflows
 - adjust(
--   self.configs[label],
+-   config,
 -   cast("LossScaleState", scales[label]),
--   own_finite=each.finite,
--   first_bad=each.first_bad,
+-   own_finite=finite[label],
+-   first_bad=first_bad[label],
 -   applied=applied,
 -   all_finite=all_finite,
 - )
 + adjust(
-+   self.configs[label],
++   config,
 +   cast("LossScaleState", scales[label]),
 +   own_finite=all_finite,
-+   first_bad=each.first_bad,
++   first_bad=first_bad[label],
 +   applied=applied,
 +   all_finite=all_finite,
 + )
@@ -174,11 +174,11 @@ tests/optim/wrappers/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - [leaves[i] for i in inexact]
 + [leaves[i] for i in inexact[:-1]]
 
-mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decided
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
-- all_finite &= self._agreed(first_nonfinite(leaves)) == len(leaves)
+- all_finite &= self._agreed(first_nonfinite(arrays)) == len(arrays)
 + all_finite &= True
 tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
@@ -443,12 +443,12 @@ mpjax/_optim/optimizer_trees.py::unless_there_before
 + both_nan
 tests/optim/step/test_train_step.py::test_what_was_infinite_before_skips_no_step
 
-mpjax/_optim/step/retries.py::run_with_retries
+mpjax/_optim/step/train_step.py::_run_with_retries
 
 52 with hysteresis a batch is run again at the same scale
 - jnp.where(metrics["finite"], after.scale, lower)
 + after.scale
-::test_retries_equal_the_oracle
+tests/optim/step/test_train_step_retries.py::test_retries_equal_the_oracle
 
 # Precision.
 

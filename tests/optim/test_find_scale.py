@@ -30,24 +30,29 @@ def cotangent_at(state, **name):
   return seen[0]
 
 
-def test_the_scale_is_found_wherever_it_sits():
-  # In every place in which optax can put a state, and in one of Flax.
-  first, identity = {"w": "a", "b": "b"}, optax.identity()
-  for tx in (
-    SCALED,
-    optax.chain(identity, optax.chain(SCALED, identity)),
-    optax.named_chain(("one", identity), ("two", SCALED)),
-    optax.masked(SCALED, {"w": True, "b": False}),
-    optax.partition({"a": SCALED, "b": optax.set_to_zero()}, first),
-    optax.flatten(SCALED),
-    None,
-  ):
-    state = tx.init(PARAMS) if tx else FlaxState.create(apply_fn=None, params=PARAMS, tx=SCALED)
-    assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
-    moved = mpjax.states.set_loss_scale(state, 4)
-    assert jax.tree.structure(moved) == jax.tree.structure(state)
-    assert mpjax.loss_scaling_metrics(moved)["loss_scale"] == 4
-    assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8, "the old state is as it was"
+LABELS, IDENTITY = {"w": "a", "b": "b"}, optax.identity()
+# Every place in which optax can put a state.
+PLACES = {
+  "alone": SCALED,
+  "chain": optax.chain(IDENTITY, optax.chain(SCALED, IDENTITY)),
+  "named_chain": optax.named_chain(("one", IDENTITY), ("two", SCALED)),
+  "masked": optax.masked(SCALED, {"w": True, "b": False}),
+  "partition": optax.partition({"a": SCALED, "b": optax.set_to_zero()}, LABELS),
+  "flatten": optax.flatten(SCALED),
+}
+
+
+@pytest.mark.parametrize("place", [*PLACES, "state of Flax"])
+def test_the_scale_is_found_wherever_it_sits(place):
+  if place in PLACES:
+    state = PLACES[place].init(PARAMS)
+  else:
+    state = FlaxState.create(apply_fn=None, params=PARAMS, tx=SCALED)
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8
+  moved = mpjax.states.set_loss_scale(state, 4)
+  assert jax.tree.structure(moved) == jax.tree.structure(state)
+  assert mpjax.loss_scaling_metrics(moved)["loss_scale"] == 4
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 8, "the old state is as it was"
 
 
 FORMS = {
@@ -96,19 +101,24 @@ def test_a_state_of_nnx_with_two_scales_is_read_by_name():
   assert (critic["loss_scale"], critic["total"]) == (1, 0)
 
 
-def test_a_mapping_that_only_looks_like_a_loss_scale_is_none():
-  numbers = dict.fromkeys(LossScaleState._fields, 0)
-  for other in (
-    {"loss_scale": 8.0},
-    {"loss_scale": {}},
-    {"loss_scale": {"dynamic": 8.0}},
-    {"loss_scale": {"growing": numbers}},
-    {"loss_scale": {0: numbers}},
-    {"loss_scale": {"dynamic": {"scale": 8.0}}},
-    {"scale": {"dynamic": numbers}},
-  ):
-    assert not scales_in(other)
-  assert [one.label for one in scales_in({"loss_scale": {"a:dynamic": numbers}})] == ["a:dynamic"]
+NUMBERS = dict.fromkeys(LossScaleState._fields, 0)
+
+
+@pytest.mark.parametrize(
+  ("mapping", "labels"),
+  [
+    ({"loss_scale": 8.0}, []),
+    ({"loss_scale": {}}, []),
+    ({"loss_scale": {"dynamic": 8.0}}, []),
+    ({"loss_scale": {"growing": NUMBERS}}, []),
+    ({"loss_scale": {0: NUMBERS}}, []),
+    ({"loss_scale": {"dynamic": {"scale": 8.0}}}, []),
+    ({"scale": {"dynamic": NUMBERS}}, []),
+    ({"loss_scale": {"a:dynamic": NUMBERS}}, ["a:dynamic"]),
+  ],
+)
+def test_a_mapping_is_a_loss_scale_by_its_labels_and_fields(mapping, labels):
+  assert [one.label for one in scales_in(mapping)] == labels
 
 
 CALLS = {

@@ -14,7 +14,6 @@ from mpjax._optim.optimizer_trees import (
   as_stored,
   at_least_float32,
   key_text,
-  stored_first,
   strong,
   unless_there_before,
 )
@@ -38,16 +37,6 @@ class LossResults(NamedTuple):
   grads: Grads  # at least float32
 
 
-class BatchGradients(NamedTuple):
-  """The results of a loss function for the batch of a step, the same on all devices."""
-
-  loss: Array
-  model_state: PyTree
-  metrics: Metrics
-  grads: Grads  # at least float32
-  watched: PyTree  # checked for inf and NaN like the gradients: the loss, and the new model state
-
-
 def batch_gradients(
   loss_fn: LossFn,
   state: TrainState,
@@ -56,8 +45,12 @@ def batch_gradients(
   *,
   micro_batches: int,
   axes: tuple[Hashable, ...],
-) -> BatchGradients:
-  """Returns loss, model state, metrics and gradients of a batch, over micro-batches and devices."""
+) -> tuple[LossResults, PyTree]:
+  """Returns the results for the batch of a step, the same on all devices, and what decides.
+
+  The second tree is checked for inf and NaN like the gradients: the loss, and the numbers of the
+  model state that this step wrote.
+  """
   # 1. Make parameters and model state differ between devices, as far as JAX can see.
   params, vary = localise(state.params, axes)
   local = state._replace(params=params, model_state=vary(state.model_state))
@@ -86,13 +79,25 @@ def batch_gradients(
       lambda x, old, is_unchanged: old if is_unchanged else _common(x, axes),
       *(result.model_state, state.model_state, unchanged[-1]),
     )
-    result = _averaged(result._replace(model_state=model_state), axes)
+    mean = functools.partial(jax.lax.pmean, axis_name=axes)
+    # Floating metrics are means, integers are counts.
+    metrics = jax.tree.map(
+      lambda x: mean(x) if is_inexact(x) else jax.lax.psum(x, axes), result.metrics
+    )
+    loss, grads = mean(result.loss), jax.tree.map(mean, result.grads)
+    result = LossResults(loss, model_state, metrics, grads)
+
   # 4. Only numbers that this step wrote decide about skipping: a mask may hold -inf from the start.
-  changed = jax.tree.map(_changed_numbers, result.model_state, state.model_state, unchanged[-1])
-  grads = stored_first(result.grads)
-  return BatchGradients(
-    result.loss, result.model_state, result.metrics, grads, (result.loss, changed)
-  )
+  def written(new: Array, old: Array, is_unchanged: bool) -> Leaf:
+    return 0 if is_unchanged or not is_inexact(new) else unless_there_before(new, old)
+
+  changed = jax.tree.map(written, result.model_state, state.model_state, unchanged[-1])
+  # Compute and store each gradient on a CPU before its consumers run. Otherwise XLA for CPU keeps
+  # the transposed gradient of a matmul and copies it for each consumer: the branch, the check and
+  # the norm. All copies of all gradients exist at once.
+  stored = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
+  grads = jax.lax.platform_dependent(result.grads, cpu=stored, default=lambda tree: tree)
+  return result._replace(grads=grads), (result.loss, changed)
 
 
 def _differentiate(
@@ -116,8 +121,13 @@ def _differentiate(
   # Gradients of parameters stored in float16 are divided by the scale, and added up, in float32.
   view = jax.tree.map(at_least_float32, state.params)
   (loss, (new, metrics)), grads = differentiate(view, state.model_state, batch, rng)
-  # Casts come before any sum: over micro-batches, and over devices.
-  metrics = jax.tree.map(_metric, metrics)
+
+  def wide(x: Leaf) -> Array:
+    # Casts come before any sum, over micro-batches and over devices. A bool is counted in int32.
+    x = at_least_float32(x)
+    return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+
+  metrics = jax.tree.map(wide, metrics)
   # A weakly typed leaf would change the type of the state, and so compile the next step again.
   new = jax.tree.map(strong, new)
   loss, new = at_least_float32(loss), vary(new)
@@ -158,31 +168,6 @@ def _accumulate(
   )
   grads = jax.tree.map(lambda t: t / micro_batches, total)
   return LossResults(jnp.mean(losses), model_state, jax.tree.map(combined, metrics), grads)
-
-
-def _averaged(result: LossResults, axes: tuple[Hashable, ...]) -> LossResults:
-  """Returns loss, metrics and gradients averaged over devices; integers in metrics are added."""
-  mean = functools.partial(jax.lax.pmean, axis_name=axes)
-
-  def combined(x: Array) -> Array:
-    return mean(x) if is_inexact(x) else jax.lax.psum(x, axes)
-
-  metrics = jax.tree.map(combined, result.metrics)
-  loss, grads = mean(result.loss), jax.tree.map(mean, result.grads)
-  return result._replace(loss=loss, metrics=metrics, grads=grads)
-
-
-def _changed_numbers(new: Array, old: Array, is_unchanged: bool) -> Leaf:
-  """Returns a leaf of the new model state, with 0 for numbers that were there before."""
-  if is_unchanged or not is_inexact(new):
-    return 0
-  return unless_there_before(new, old)
-
-
-def _metric(x: Leaf) -> Array:
-  """Returns a metric in the dtype in which it is summed: at least float32, or int32 for bool."""
-  x = at_least_float32(x)
-  return x if is_inexact(x) or x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
 # Over the devices of a mapped axis: parameters before the loss, model state after it.

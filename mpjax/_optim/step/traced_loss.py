@@ -56,7 +56,16 @@ def trace_loss(
 
   @functools.wraps(loss_fn)
   def checked(params: Params, model_state: PyTree, batch: PyTree, rng: Array | None) -> PyTree:
-    out = _call_loss(loss_fn, params, model_state, batch, rng)
+    try:
+      out = loss_fn(params, model_state, batch, rng)
+    except (*REFUSALS, *flax_errors()) as error:
+      # A loss function fails on `()` or None if the state was created without what it needs.
+      options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
+      absent = " and ".join(name for name, is_absent in options.items() if is_absent)
+      of_state = f"; TrainState.create made this state without {absent}" if absent else ""
+      call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
+      error.add_note(f"{call}{of_state}.")
+      raise
     _check_result(out, model_state)
     return out
 
@@ -97,22 +106,6 @@ def _without_callbacks(program: Program) -> Program:
   ]
   jaxpr = with_equations(opened(program), eqns)
   return program.replace(jaxpr=jaxpr) if isinstance(program, ClosedJaxpr) else jaxpr
-
-
-def _call_loss(
-  loss_fn: LossFn, params: Params, model_state: PyTree, batch: PyTree, rng: Array | None
-) -> PyTree:
-  """Calls `loss_fn`, and adds a note about the call to its errors."""
-  try:
-    return loss_fn(params, model_state, batch, rng)
-  except (*REFUSALS, *flax_errors()) as error:
-    # A loss function fails on `()` or None if the state was created without what it needs.
-    options = {"model_state=": not jax.tree.leaves(model_state), "rng=": rng is None}
-    absent = " and ".join(name for name, is_absent in options.items() if is_absent)
-    of_state = f"; TrainState.create made this state without {absent}" if absent else ""
-    call = "mpjax.make_train_step calls loss_fn(params, model_state, batch, rng)"
-    error.add_note(f"{call}{of_state}.")
-    raise
 
 
 def _check_result(out: PyTree, model_state: PyTree) -> None:

@@ -1,6 +1,6 @@
 """The optax wrapper that adds up gradients of several micro-batches for one update."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -90,13 +90,26 @@ def accumulate_gradients(
   ) -> tuple[Updates, AccumulationState]:
     state = check_state(state, AccumulationState, f"{where}.update(state)")
     params = arrays_only(params)
-    _check_extra_arguments(extra_args, f"{where}.update")
+    # A line search and opaque SAM evaluate the loss of one batch. An update of several has none.
+    alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
+    if alone:
+      expected = "value= and arguments that do not depend on the batch"
+      got = "a gradient or function of one micro-batch, but an update belongs to a whole window"
+      fix = "Leave them out, or add up the gradients in the step, without accumulate_gradients."
+      call = f"{where}.update({', '.join(alone)})"
+      raise MpjaxTypeError(call, expected=expected, got=got, fix=fix)
+    expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
+    check_scalar(extra_args.get("value", 0), f"{where}.update(value)", expected=expected, fix=fix)
     # `params` is optional in optax. The sum has the same tree and shapes, and stands in for it.
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     total = jax.tree.map(jnp.add, state.total, grads)
     count = jnp.asarray(optax.safe_increment(state.micro_batches))
-    window = _window(every, state.updates_done)
+    window = every(state.updates_done) if callable(every) else every
+    # A traced number cannot raise. `count >= window` rounds fractions up, and ends windows below 1.
+    if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
+      expected, fix = "a function that returns an integer, at least 1", "Round its result."
+      raise MpjaxValueError(_EVERY, expected=expected, got=str(window), fix=fix)
     # >=, not ==: a state restored into a shorter window may be past it already.
     full = count >= window
     # Optimizers that read the loss get its mean over the micro-batches so far, like the gradient.
@@ -123,29 +136,6 @@ def accumulate_gradients(
     )
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_extra_arguments(extra_args: Mapping[str, PyTree], where: str) -> None:
-  """Raises for arguments that belong to one micro-batch, and for a loss that is no scalar."""
-  # A line search and opaque SAM evaluate the loss of one batch. An update of several has none.
-  alone = [f"{name}=" for name in ("grad", "value_fn", "grad_fn") if name in extra_args]
-  if alone:
-    expected = "value= and arguments that do not depend on the batch"
-    got = "a gradient or function of one micro-batch, but an update belongs to a whole window"
-    fix = "Leave them out, or add up the gradients in the step, without accumulate_gradients."
-    raise MpjaxTypeError(f"{where}({', '.join(alone)})", expected=expected, got=got, fix=fix)
-  expected, fix = "the loss of the micro-batch, a scalar", "Pass its mean."
-  check_scalar(extra_args.get("value", 0), f"{where}(value)", expected=expected, fix=fix)
-
-
-def _window(every: int | Callable[[Array], Array | int], updates_done: Array) -> Array | int:
-  """Returns how many micro-batches make the window that is open."""
-  window = every(updates_done) if callable(every) else every
-  # A traced number cannot raise. `count >= window` rounds fractions up, and ends windows below 1.
-  if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
-    expected, fix = "a function that returns an integer, at least 1", "Round its result."
-    raise MpjaxValueError(_EVERY, expected=expected, got=str(window), fix=fix)
-  return window
 
 
 def _reads_value(

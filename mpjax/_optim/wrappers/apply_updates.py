@@ -21,7 +21,15 @@ from mpjax._core.trees import (
 from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates, is_inexact
 from mpjax._optim.optimizer_trees import refuse_none, states_of
 from mpjax._optim.states import MasterWeightsState
-from mpjax._optim.wrappers.master_weights import differentiated_as, merged_masters, plus, stored
+from mpjax._optim.wrappers.master_weights import (
+  differentiated_as,
+  has_no_master,
+  is_remainder,
+  map_masters,
+  masters_in,
+  plus,
+  stored,
+)
 
 
 def apply_updates(
@@ -66,15 +74,37 @@ def apply_updates(
   1.001
   """
   call = "mpjax.apply_updates"
-  check_rounding(call, rounding)
+  check_choice(rounding, ("nearest", "stochastic"), f"{call}(rounding)")
   # A key in third place would be taken for a state without masters, and ignored.
   if is_array_like(opt_state) and is_key(jnp.result_type(opt_state)):
     expected, fix = "the state of an optimizer", "Write rounding= and key= with their names."
     where = f"{call}(opt_state)"
     raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
   states = states_of(opt_state, MasterWeightsState)
-  _check_key(rounding, states, key)
-  updates = _checked_updates(updates, params)
+  is_stochastic = rounding == "stochastic"
+  # A master keeps the part that rounding cuts off. Random rounding would move the parameter away
+  # from it.
+  if is_stochastic and states:
+    where = f"{call}(opt_state, rounding='stochastic')"
+    expected = "a state without mpjax.master_weights, whose parameters are rounded to nearest"
+    fix = "Use one of the two, mpjax.master_weights or stochastic rounding."
+    raise MpjaxValueError(where, expected=expected, got="a state with masters", fix=fix)
+  if is_stochastic != (key is not None):
+    where = f"{call}(rounding={rounding!r}, key)"
+    expected = "a key for 'stochastic', and none for 'nearest'"
+    fix = "Pass another key for each step, jax.random.fold_in(key, step)."
+    raise MpjaxValueError(where, expected=expected, got=kind_of(key), fix=fix)
+
+  def filled_in(p: Leaf, u: Leaf) -> Leaf:
+    # Functions in a model of Equinox and keys have no gradient. `tx.update` returns None for them.
+    return p if u is None and p is not None and _is_untrained(p) else u
+
+  with contextlib.suppress(ValueError):  # For another tree, check_alike says where it differs.
+    updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
+  where, expected = f"{call}(updates)", "updates like the parameters"
+  fix = "Pass what tx.update returned for these parameters."
+  refuse_none(updates, params, where, expected=expected)
+  check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
   masters = _masters_of(states, params)
   leaves, treedef = jax.tree.flatten(params)
   new = []
@@ -88,42 +118,13 @@ def apply_updates(
   return treedef.unflatten(new)
 
 
-def _check_key(rounding: str, states: Sequence[MasterWeightsState], key: Array | None) -> None:
-  """Raises unless there is a key exactly for stochastic rounding, which takes no masters."""
-  is_stochastic = rounding == "stochastic"
-  # A master keeps the part that rounding cuts off. Random rounding would move the parameter away
-  # from it.
-  if is_stochastic and states:
-    where = "mpjax.apply_updates(opt_state, rounding='stochastic')"
-    expected = "a state without mpjax.master_weights, whose parameters are rounded to nearest"
-    fix = "Use one of the two, mpjax.master_weights or stochastic rounding."
-    raise MpjaxValueError(where, expected=expected, got="a state with masters", fix=fix)
-  if is_stochastic != (key is not None):
-    where = f"mpjax.apply_updates(rounding={rounding!r}, key)"
-    expected = "a key for 'stochastic', and none for 'nearest'"
-    fix = "Pass another key for each step, jax.random.fold_in(key, step)."
-    raise MpjaxValueError(where, expected=expected, got=kind_of(key), fix=fix)
-
-
-def _checked_updates(updates: Updates, params: Params) -> Updates:
-  """Returns updates in the tree of the parameters: a leaf that cannot move is its own update."""
-
-  def filled_in(p: Leaf, u: Leaf) -> Leaf:
-    # Functions in a model of Equinox and keys have no gradient. `tx.update` returns None for them.
-    return p if u is None and p is not None and _is_untrained(p) else u
-
-  with contextlib.suppress(ValueError):  # For another tree, check_alike says where it differs.
-    updates = jax.tree.map(filled_in, params, updates, is_leaf=is_none)
-  where, expected = "mpjax.apply_updates(updates)", "updates like the parameters"
-  fix = "Pass what tx.update returned for these parameters."
-  refuse_none(updates, params, where, expected=expected)
-  check_alike(updates, params, where, expected=expected, fix=fix, dtypes=False)
-  return updates
-
-
 def _masters_of(states: Sequence[MasterWeightsState], params: Params) -> list[Leaf]:
   """Returns the float32 master of each parameter, None where there is none."""
-  master = merged_masters(states)
+  # The update of a split master ends at the rounded master exactly, so its remainder is not needed.
+  master = map_masters(
+    lambda m: None if has_no_master(m) or is_remainder(m) else m,
+    masters_in(states, "mpjax.master_weights(inner)"),
+  )
   try:
     # None means that the parameter has no master. With the parameter itself there, trees can be
     # compared.
@@ -140,11 +141,6 @@ def _masters_of(states: Sequence[MasterWeightsState], params: Params) -> list[Le
     where = "mpjax.apply_updates(opt_state)"
     raise MpjaxValueError(where, expected=expected, got=listed(problems), fix=fix)
   return masters
-
-
-def check_rounding(call: str, rounding: object) -> None:
-  """Raises unless `rounding` is one of the two."""
-  check_choice(rounding, ("nearest", "stochastic"), f"{call}(rounding)")
 
 
 def _is_untrained(param: Leaf) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mpjax._core.errors import (
 from mpjax._core.fused_leaves import first_nonfinite, least_nonfinite
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates
-from mpjax._optim.find_scale import check_scales, refuse_scale_inside
+from mpjax._optim.find_scale import refuse_scale_inside
 from mpjax._optim.loss_scale import (
   DynamicLossScale,
   LossScale,
@@ -49,7 +49,7 @@ from mpjax._optim.optimizer_trees import (
   unless_there_before,
 )
 from mpjax._optim.states import LossScaleState, LossScalingState, ScaleState, StepCount
-from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes, check_inner
+from mpjax._optim.wrapper_checks import AxisName, axes_of, check_axes, check_inner, check_state
 from mpjax._optim.wrappers.leaf_codes import NO_LEAF, LeafKind, coded_leaves
 from mpjax._optim.wrappers.master_weights import init_in_float32, masters_in, update_in_float32
 
@@ -128,7 +128,11 @@ def loss_scaling(
   inner = check_inner(inner, _INIT)
   by_name = _checked_scales(loss_scale, name)
   is_scaled = not any(isinstance(config, NoLossScale) for config in by_name.values())
-  _check_check_updates(check_updates, is_scaled)
+  where = "mpjax.loss_scaling(check_updates)"
+  check_flag(check_updates, where)
+  expected = "False with NoLossScale(), which checks nothing"
+  fix, possible = "Use SkipNonfinite() to check and skip.", is_scaled or not check_updates
+  check_value(check_updates, possible, where, expected=expected, fix=fix)
   # JAX sorts the keys of dicts. In the order of labels, all dicts here have the order of the state.
   labels = {key: write_label(config, key) for key, config in by_name.items()}
   labels = dict(sorted(labels.items(), key=lambda item: item[1]))
@@ -155,51 +159,32 @@ def _checked_scales(
   loss_scale: LossScale | Mapping[str, LossScale], name: str | None
 ) -> dict[str | None, LossScale]:
   """Returns the configuration of each loss by its name, which is None for an only loss."""
-  where = "mpjax.loss_scaling(loss_scale)"
-  if not isinstance(loss_scale, Mapping):
-    _check_config(loss_scale, where)
-    if name is not None:
-      _check_name(name, "mpjax.loss_scaling(name)")
-    return {name: loss_scale}
-  for key, config in loss_scale.items():
-    _check_config(config, where)
-    _check_name(key, f"{where} with the key {key!r}")
+  where, several = "mpjax.loss_scaling(loss_scale)", isinstance(loss_scale, Mapping)
+  by_name: dict[str | None, LossScale]
+  if isinstance(loss_scale, Mapping):
+    by_name = {**loss_scale}
+  else:
+    by_name = {name: loss_scale}
+  for key, config in by_name.items():
+    if not isinstance(config, (NoLossScale, SkipNonfinite, StaticLossScale, DynamicLossScale)):
+      expected = "a NoLossScale, SkipNonfinite, StaticLossScale or DynamicLossScale"
+      fix = "Pass an instance: mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale()."
+      raise wrong_type(config, where, expected=expected, fix=fix)
+    # The name becomes a part of a label. An only loss may have none.
+    is_word = isinstance(key, str) and key != "" and not set(key) & set(":/")
+    expected = "a non-empty string without ':' and '/', or None"
+    fix = "It becomes a key of the state; a plain word such as 'generator' will do."
+    of_name = f"{where} with the key {key!r}" if several else "mpjax.loss_scaling(name)"
+    is_allowed = is_word or (key is None and not several)
+    check_value(key, is_allowed, of_name, expected=expected, fix=fix)
   # A mix would need two kinds of update: `NoLossScale` calls `inner` as it is.
-  checks_nothing = {isinstance(config, NoLossScale) for config in loss_scale.values()}
-  if name is not None or len(checks_nothing) != 1:
+  checks_nothing = {isinstance(config, NoLossScale) for config in by_name.values()}
+  if several and (name is not None or len(checks_nothing) != 1):
     expected = "one scale for each loss, without name=, and either all or none NoLossScale()"
-    got = f"{dict(loss_scale)!r} and name={name!r}"
+    got = f"{by_name!r} and name={name!r}"
     fix = "SkipNonfinite() gives one of several losses no scale, and checks it."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  return {**loss_scale}
-
-
-def _check_config(config: object, where: str) -> None:
-  """Raises unless `config` is a configuration of a loss scale."""
-  if not isinstance(config, (NoLossScale, SkipNonfinite, StaticLossScale, DynamicLossScale)):
-    expected = "a NoLossScale, SkipNonfinite, StaticLossScale or DynamicLossScale"
-    fix = "Pass an instance: mpjax.StaticLossScale(1024), or mpjax.DynamicLossScale()."
-    raise wrong_type(config, where, expected=expected, fix=fix)
-
-
-def _check_name(name: object, where: str) -> None:
-  """Raises unless `name` can be a part of a label."""
-  is_word = isinstance(name, str) and name != "" and not set(name) & set(":/")
-  expected = "a non-empty string without ':' and '/', or None"
-  fix = "It becomes a key of the state; a plain word such as 'generator' will do."
-  check_value(name, is_word, where, expected=expected, fix=fix)
-
-
-def _check_check_updates(check_updates: bool, is_scaled: bool) -> None:
-  """Raises unless `check_updates` is a bool, and False without a scale."""
-  where = "mpjax.loss_scaling(check_updates)"
-  check_flag(check_updates, where)
-  expected = "False with NoLossScale(), which checks nothing"
-  fix, possible = "Use SkipNonfinite() to check and skip.", is_scaled or not check_updates
-  check_value(check_updates, possible, where, expected=expected, fix=fix)
-
-
-InnerStep: TypeAlias = Callable[[OptState, Params], tuple[Updates, OptState]]
+  return by_name
 
 
 class _Step(NamedTuple):
@@ -207,16 +192,9 @@ class _Step(NamedTuple):
 
   grads: Grads  # in the tree and the precision of the parameters
   params: Params
-  run: InnerStep
+  run: Callable[[OptState, Params], tuple[Updates, OptState]]
   applied: Array | None  # whether the step is applied; None under `NoLossScale`, which applies all
   scales: dict[str, ScaleState]  # after the step, by label
-
-
-class _Found(NamedTuple):
-  """The first leaf of a loss that is not finite, as its code, and whether there is none."""
-
-  first_bad: Array
-  finite: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -253,7 +231,7 @@ class LossScaling:
     self, updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
   ) -> tuple[Updates, LossScalingState]:
     """Returns the updates of a step, or updates that change nothing, and the next state."""
-    step = self._decided(updates, state, params, extra_args, extra_args.get("loss"))
+    step = self._step(updates, state, params, extra_args, extra_args.get("loss"))
     new, inner_state = step_or_select(
       step.applied, lambda old: step.run(old, step.params), state.inner_state
     )
@@ -275,7 +253,7 @@ class LossScaling:
     Updates are applied in the branch that computes them, so they need not be stored. `loss` is
     checked for inf and NaN, and not passed to `inner`.
     """
-    step = self._decided(updates, state, params, extra_args, loss)
+    step = self._step(updates, state, params, extra_args, loss)
 
     def run_and_apply(old: tuple[OptState, Params]) -> tuple[tuple[()], PyTree]:
       old_inner, old_params = old
@@ -289,7 +267,7 @@ class LossScaling:
     _, (inner_state, new_params) = step_or_select(step.applied, run_and_apply, old)
     return new_params, LossScalingState(step.scales, inner_state)
 
-  def _decided(
+  def _step(
     self,
     updates: Grads,
     state: OptState,
@@ -298,7 +276,16 @@ class LossScaling:
     loss: PyTree,
   ) -> _Step:
     """Returns the step of `inner`, whether it is applied, and how the scales move."""
-    scales = check_scales(state, self.configs)
+    scales = check_state(state, LossScalingState, f"{_CALL}(state)").loss_scale
+    # Another configuration would go on from numbers that its limits and intervals do not allow.
+    if set(scales) != set(self.configs):
+      expected = f"a state created with the configuration {', '.join(map(repr, self.configs))}"
+      got = f"one created with {', '.join(map(repr, scales))}"
+      fix = (
+        "Build the optimizer as it was, or make a new state with init, put the old inner_state "
+        "into it (_replace) and carry the scale over with mpjax.states.set_loss_scale."
+      )
+      raise MpjaxValueError(f"{_CALL}(state)", expected=expected, got=got, fix=fix)
     params = arrays_only(params) if self.is_scaled else params
     by_label, total = self._gradients(updates, params, "updates")
     trained = differentiated(params)
@@ -307,31 +294,37 @@ class LossScaling:
       _, again = self._gradients(extra_args["grad"], params, "grad")
       extra_args = {**extra_args, "grad": shown(again)}
     gradient = shown(total)
+
+    def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
+      if self.is_scaled:
+        return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
+      # Under `NoLossScale`, `inner` sees what is stored.
+      seen = hide_untrained(params, params)
+      new, new_inner = self.inner.update(gradient, inner_state, seen, **extra_args)
+      # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
+      # next step again.
+      has_half = any(map(in_low_precision, jax.tree.leaves(params)))
+      return new, as_stored(new_inner, inner_state) if has_half else new_inner
+
     if not self.is_scaled:
-      run = functools.partial(self._run_as_stored, gradient, extra_args)
       counts: dict[str, ScaleState] = {
-        label: StepCount(count_up(old.total)) for label, old in scales.items()
+        label: StepCount(count_up(scales[label].total)) for label in self.configs
       }
       return _Step(total, params, run, None, counts)
 
-    def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
-      return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
-
     # 1. Each loss has its own gradients, and its own losses.
     by_name = self.several and isinstance(loss, Mapping)
-    losses = self._by_label(loss, "loss") if by_name else dict.fromkeys(scales, loss)
-    found = {
-      label: self._first_bad(
-        # The kind orders codes, so a bad gradient is named before a bad loss.
-        coded_leaves(LeafKind.GRADIENT, grads) + coded_leaves(LeafKind.LOSS, losses[label])
-      )
-      for label, grads in by_label.items()
-    }
-    all_finite = functools.reduce(jnp.logical_and, [each.finite for each in found.values()])
+    losses = self._by_label(loss, "loss") if by_name else dict.fromkeys(self.configs, loss)
+    first_bad, finite = dict[str, Array](), dict[str, Array]()
+    for label, grads in by_label.items():
+      # The kind orders codes, so a bad gradient is named before a bad loss.
+      leaves = coded_leaves(LeafKind.GRADIENT, grads) + coded_leaves(LeafKind.LOSS, losses[label])
+      first_bad[label], finite[label] = self._first_bad(leaves)
+    all_finite = functools.reduce(jnp.logical_and, finite.values())
     if self.several:
       # The sum of finite gradients may overflow; no single scale is to blame for that.
-      leaves = jax.tree.leaves(gradient)
-      all_finite &= self._agreed(first_nonfinite(leaves)) == len(leaves)
+      arrays = jax.tree.leaves(gradient)
+      all_finite &= self._agreed(first_nonfinite(arrays)) == len(arrays)
     applied = all_finite
     # 2. The step is computed twice: once into a reduction that stores nothing, and once to apply
     # it. This takes less memory than keeping old and new values until the decision.
@@ -344,34 +337,20 @@ class LossScaling:
       applied = jnp.logical_and(all_finite, is_finite)
       # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
       is_bad = jnp.logical_and(all_finite, jnp.logical_not(is_finite))
-      found = {
-        label: each._replace(first_bad=jnp.where(is_bad, code, each.first_bad))
-        for label, each in found.items()
-      }
+      first_bad = {label: jnp.where(is_bad, code, own) for label, own in first_bad.items()}
     # 3. A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
     moved: dict[str, ScaleState] = {
       label: adjust(
-        self.configs[label],
+        config,
         cast("LossScaleState", scales[label]),
-        own_finite=each.finite,
-        first_bad=each.first_bad,
+        own_finite=finite[label],
+        first_bad=first_bad[label],
         applied=applied,
         all_finite=all_finite,
       )
-      for label, each in found.items()
+      for label, config in self.configs.items()
     }
     return _Step(total, params, run, applied, moved)
-
-  def _run_as_stored(
-    self, gradient: Grads, extra_args: Mapping[str, PyTree], inner_state: OptState, params: Params
-  ) -> tuple[Updates, OptState]:
-    """Returns what `inner` does under `NoLossScale`, where it sees what is stored."""
-    shown = hide_untrained(params, params)
-    new, new_inner = self.inner.update(gradient, inner_state, shown, **extra_args)
-    # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
-    # next step again.
-    has_half = any(map(in_low_precision, jax.tree.leaves(params)))
-    return new, as_stored(new_inner, inner_state) if has_half else new_inner
 
   def _gradients(
     self, tree: PyTree, params: Params, argument: str
@@ -398,13 +377,16 @@ class LossScaling:
       raise MpjaxValueError(f"{_CALL}({argument})", expected=expected, got=got, fix=fix)
     return {label: tree[key] for key, label in self.labels.items()}
 
-  def _first_bad(self, leaves: Sequence[tuple[int, Leaf]]) -> _Found:
-    """Returns the code of the first leaf that is not finite; if there is none, their number."""
+  def _first_bad(self, leaves: Sequence[tuple[int, Leaf]]) -> tuple[Array, Array]:
+    """Returns the code of the first leaf that is not finite, and whether there is none.
+
+    Without such a leaf, the code is the number of leaves. It is below every code, so `read_code`
+    tells the two apart.
+    """
     codes = [code for code, _ in leaves]
     code = self._agreed(least_nonfinite([x for _, x in leaves], codes, NO_LEAF))
     is_finite = code == NO_LEAF
-    # The number of leaves is below every code, so `read_code` tells the two apart.
-    return _Found(jnp.where(is_finite, np.int32(len(codes)), code), is_finite)
+    return jnp.where(is_finite, np.int32(len(codes)), code), is_finite
 
   def _agreed(self, least: Array) -> Array:
     """Returns the least number of all devices, so that all of them decide alike."""

@@ -384,16 +384,6 @@ def masters_in(opt_state: OptState, where: str) -> PyTree:
   return functools.reduce(merge, (state.master for state in states), None)
 
 
-def merged_masters(opt_state: OptState) -> Params:
-  """Returns the float32 masters in `opt_state`, with None for other parameters; or None."""
-
-  def float32_only(master: Leaf) -> Leaf:
-    # The update of a split master ends at the rounded master exactly, so none is needed.
-    return None if has_no_master(master) or is_remainder(master) else master
-
-  return map_masters(float32_only, masters_in(opt_state, "mpjax.master_weights(inner)"))
-
-
 def master_params(opt_state: OptState, params: Params = None) -> Params:
   """Return the float32 masters in an optimizer state.
 
@@ -466,9 +456,22 @@ def set_master_params(opt_state: T, params: Params) -> T:
   # Write the variables of an optimizer in place. All other states get a copy with new masters.
   variables = getattr(opt_state, "opt_state", None) if is_nnx_object(opt_state) else None
   if variables is not None:
-    _write_masters(variables, params)
+    arrays = jax.tree.map(raw_value, variables, is_leaf=is_nnx_variable)
+    new = set_master_params(arrays, params)
+    jax.tree.map(set_raw_value, variables, new, is_leaf=is_nnx_variable)
     return opt_state
-  _check_settable(opt_state)
+  where = "mpjax.states.set_master_params(opt_state)"
+  if not states_of(opt_state, MasterWeightsState):
+    raise _without_masters(opt_state, where)
+  if not nodes_of(opt_state, MasterWeightsState):
+    expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
+    fix = "Pass the nnx.Optimizer, merged, or the state that init returned."
+    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  # The step would add updates to the old parameters of a `TrainState`.
+  if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
+    got = f"{kind_of(opt_state)}, whose params would stay as they are"
+    fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
+    raise MpjaxTypeError(where, expected="the state of an optimizer alone", got=got, fix=fix)
 
   def put(path: KeyPath, old: Leaf, new: Leaf) -> Leaf:
     if has_no_master(old):
@@ -495,29 +498,6 @@ def set_master_params(opt_state: T, params: Params) -> T:
     fix = "Pass the float32 parameters of the same model, with the tree that init was given."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return opt_state
-
-
-def _check_settable(opt_state: OptState) -> None:
-  """Raises unless the masters in a state can be set."""
-  where = "mpjax.states.set_master_params(opt_state)"
-  if not states_of(opt_state, MasterWeightsState):
-    raise _without_masters(opt_state, where)
-  if not nodes_of(opt_state, MasterWeightsState):
-    expected, got = "states in their classes", f"{kind_of(opt_state)} with mappings instead"
-    fix = "Pass the nnx.Optimizer, merged, or the state that init returned."
-    raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
-  # The step would add updates to the old parameters of a `TrainState`.
-  if hasattr(opt_state, "params") and hasattr(opt_state, "opt_state"):
-    got = f"{kind_of(opt_state)}, whose params would stay as they are"
-    fix = "Set the masters in state.opt_state, and state.params to the same numbers, rounded."
-    raise MpjaxTypeError(where, expected="the state of an optimizer alone", got=got, fix=fix)
-
-
-def _write_masters(variables: OptState, params: Params) -> None:
-  """Sets the masters in the variables of an optimizer of Flax NNX."""
-  arrays = jax.tree.map(raw_value, variables, is_leaf=is_nnx_variable)
-  new = set_master_params(arrays, params)
-  jax.tree.map(set_raw_value, variables, new, is_leaf=is_nnx_variable)
 
 
 def _without_masters(opt_state: OptState, where: str) -> MpjaxTypeError:

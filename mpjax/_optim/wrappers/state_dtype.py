@@ -38,7 +38,7 @@ from mpjax._optim.optimizer_trees import (
 )
 from mpjax._optim.states import StochasticState
 from mpjax._optim.wrapper_checks import check_inner, check_state
-from mpjax._optim.wrappers.apply_updates import check_rounding, round_stochastically
+from mpjax._optim.wrappers.apply_updates import round_stochastically
 from mpjax._optim.wrappers.master_weights import init_in_float32, update_in_float32
 from mpjax._policy.dtypes import parse_dtype
 
@@ -114,7 +114,7 @@ def state_dtype(
   (dtype(bfloat16), dtype('float32'))
   """
   inner = check_inner(inner, _WHERE)
-  check_rounding("mpjax.state_dtype", rounding)
+  check_choice(rounding, ("nearest", "stochastic"), "mpjax.state_dtype(rounding)")
   stochastic = rounding == "stochastic"
   dtypes = _parse_dtypes(mu, nu, allow_second_moments)
 
@@ -131,10 +131,8 @@ def state_dtype(
       _check_moments(dtypes, inner_state, containers)
     if "nu" in dtypes and not stochastic:
       _warn_of_decays(inner, params, dtypes["nu"])
-    if not stochastic:
-      return place_like(params, _rounded_to_nearest(inner_state, dtypes, containers))
-    steps = jnp.zeros((), jnp.int32)
-    return place_like(params, _rounded_stochastically(inner_state, dtypes, containers, steps))
+    steps = jnp.zeros((), jnp.int32) if stochastic else None
+    return place_like(params, _rounded(inner_state, dtypes, containers, steps))
 
   def update(
     updates: Grads, state: OptState, params: Params = None, **extra_args: PyTree
@@ -147,16 +145,18 @@ def state_dtype(
     params = arrays_only(params)
     grads = align_gradients(updates, params, f"{call}(updates)")
     containers = _types_in(grads if params is None else params)
+
     # Widen the stored moments, run `inner` in float32, round the new moments.
-    wide = _in_float32(inner_state, dtypes, containers)
+    def widened(moment: Moment, x: Leaf) -> Leaf:
+      return x.astype(jnp.float32) if _is_stored(moment, x, dtypes) else x
+
+    wide = _map_moments(widened, inner_state, containers)
     new_updates, new = update_in_float32(inner, float32_view(grads), wide, params, extra_args, call)
     # `inner` saw no integers and keys. Give them their leaves back, for `apply_updates`.
     new_updates = merge_updates(grads, new_updates, params)
-    if not stochastic:
-      return new_updates, _rounded_to_nearest(new, dtypes, containers)
     # The count is the source of random bits, so equal states give equal steps and no key is needed.
-    steps = jnp.asarray(optax.safe_increment(state.steps))
-    return new_updates, _rounded_stochastically(new, dtypes, containers, steps)
+    steps = jnp.asarray(optax.safe_increment(state.steps)) if stochastic else None
+    return new_updates, _rounded(new, dtypes, containers, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -174,23 +174,18 @@ def _parse_dtypes(
     expected = "second moments in float32"
     raise MpjaxValueError("mpjax.state_dtype(nu)", expected=expected, got=repr(nu), fix=fix)
   dtypes: dict[Moment, DType] = {}
-  if mu is not None:
-    dtypes["mu"] = _parse_dtype(mu, "mpjax.state_dtype(mu)")
-  if nu is not None:
-    dtypes["nu"] = _parse_dtype(nu, "mpjax.state_dtype(nu)")
+  asked: dict[Moment, DTypeLike | None] = {"mu": mu, "nu": nu}
+  for moment, dtype in asked.items():
+    if dtype is not None:
+      where = f"mpjax.state_dtype({moment})"
+      dtypes[moment] = parse_dtype(dtype, where)
+      # Float8 would need a scale for each block of a moment.
+      check_choice(dtypes[moment].name, (*HALF_NAMES, "float32"), where)
   if not dtypes:
     expected, got = "a dtype for first moments", "None, and none for second ones"
     fix = 'Write mpjax.state_dtype(inner, mu="bfloat16"), or leave the wrapper out.'
     raise MpjaxValueError("mpjax.state_dtype(mu)", expected=expected, got=got, fix=fix)
   return dtypes
-
-
-def _parse_dtype(dtype: DTypeLike, where: str) -> DType:
-  """Returns a dtype in which moments can be stored, or raises."""
-  # Float8 would need a scale for each block of a moment.
-  parsed = parse_dtype(dtype, where)
-  check_choice(parsed.name, (*HALF_NAMES, "float32"), where)
-  return parsed
 
 
 def _check_moments(
@@ -215,49 +210,31 @@ def _check_moments(
     )
 
 
-def _in_float32(
-  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class]
+def _rounded(
+  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class], steps: Array | None
 ) -> OptState:
-  """Returns a state with the stored moments in float32."""
+  """Returns a state with the moments in their dtypes.
 
-  def widened(moment: Moment, x: Leaf) -> Leaf:
-    return x.astype(jnp.float32) if _is_stored(moment, x, dtypes) else x
-
-  return _map_moments(widened, state, containers)
-
-
-def _rounded_to_nearest(
-  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class]
-) -> OptState:
-  """Returns a state with the moments in their dtypes."""
-
-  def rounded(moment: Moment, x: Leaf) -> Leaf:
-    if not _is_stored(moment, x, dtypes):
-      return x
-    # A moment beyond 65504 would be inf in float16, and would stay inf for ever.
-    return saturate(x.astype(jnp.float32), dtypes[moment]).astype(dtypes[moment])
-
-  return _map_moments(rounded, state, containers)
-
-
-def _rounded_stochastically(
-  state: OptState, dtypes: Mapping[Moment, DType], containers: set[Class], steps: Array
-) -> StochasticState:
-  """Returns a state with the moments in their dtypes, rounded by bits that depend on `steps`."""
-  key = jax.random.fold_in(jax.random.key(0), steps)
+  They are rounded to nearest, or by random bits that depend on a number of `steps`, which is then
+  kept beside the state.
+  """
+  key = None if steps is None else jax.random.fold_in(jax.random.key(0), steps)
   # Each leaf folds in its position: equal moments must not be rounded by equal bits.
   number = itertools.count()
 
   def rounded(moment: Moment, x: Leaf) -> Leaf:
     if not _is_stored(moment, x, dtypes):
       return x
-    dtype, x = dtypes[moment], saturate(x.astype(jnp.float32), dtypes[moment])
+    dtype = dtypes[moment]
+    # A moment beyond 65504 would be inf in float16, and would stay inf for ever.
+    x = saturate(x.astype(jnp.float32), dtype)
     # In float32 nothing is dropped, so no random bits are drawn.
-    if dtype == jnp.float32:
-      return x
+    if key is None or dtype == jnp.float32:
+      return x.astype(dtype)
     return round_stochastically(x, dtype, jax.random.fold_in(key, next(number)))
 
-  return StochasticState(steps, _map_moments(rounded, state, containers))
+  new = _map_moments(rounded, state, containers)
+  return new if steps is None else StochasticState(steps, new)
 
 
 def _is_stored(moment: Moment, x: Leaf, dtypes: Mapping[Moment, DType]) -> bool:

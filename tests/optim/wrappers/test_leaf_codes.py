@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._optim import leaf_codes
+from mpjax._optim.wrappers import leaf_codes
 from mpjax._optim.wrappers.leaf_codes import LeafCode, LeafKind
 
 

@@ -6,8 +6,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax._optim.check.new_versions import groups_as_stated, groups_by_tree, names_of
-from mpjax._optim.find_scale import leaves_of
+from mpjax._optim.check_loss_scaling import groups_as_stated, groups_by_tree, leaves_of
 from tests.errors import refused
 
 W, B, NUMBER = np.zeros((2, 3), np.float32), np.zeros(3, np.float32), np.zeros((), np.float32)
@@ -17,7 +16,7 @@ MOMENTS = {"mu": T, "nu": T, "count": COUNT}
 
 
 def specs(tree):
-  return {names_of(path): (x.shape, x.dtype) for path, x in leaves_of(tree).items()}
+  return {names: (x.shape, x.dtype) for names, _, x in leaves_of(tree)}
 
 
 def roots_of(args, kwargs):
@@ -75,7 +74,7 @@ STATED = {
 @pytest.mark.parametrize("kind", STATED)
 def test_stated_pairs(kind):
   args, results, returns, expected = STATED[kind]
-  stated = {names_of(k): x for k, x in leaves_of(returns, is_leaf=lambda x: x is None).items()}
+  stated = {names: x for names, _, x in leaves_of(returns, is_leaf=lambda x: x is None)}
   groups = groups_as_stated(stated, specs((*args, {})), specs(results), roots_of(args, {}))
   assert as_text(groups) == (expected or {"0/params": "params", "1": "new"})
 
@@ -98,5 +97,5 @@ def test_pairs_that_do_not_fit_are_refused(stated, expected, got):
 
 def test_attributes_and_keys_have_the_same_names():
   state = mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
-  paths = [names_of(path) for path in leaves_of({"a": [state]})]
+  paths = [names for names, _, _ in leaves_of({"a": [state]})]
   assert ("a", "0", "loss_scale", "dynamic", "scale") in paths

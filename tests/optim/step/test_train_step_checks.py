@@ -68,15 +68,22 @@ def test_a_state_that_does_not_belong_to_the_step(case):
     take_step()
 
 
-def test_a_batch_that_cannot_be_cut():
+CUT, DROP = "which can be cut into 4 micro-batches", "drop or pad the last batch"
+ONE_AXIS = "leaves with one first axis, that of the examples"
+ZEROS = np.zeros
+UNEVEN = {
+  "too few rows": (ZEROS(6), CUT, "shape [6] at the root", DROP),
+  "a number": ({"x": ZEROS((8, 3)), "n": 3}, CUT, "shape [] at ['n']", DROP),
+  "class weights": (
+    {"x": ZEROS((16, 3)), "y": ZEROS((8, 8))},
+    *(ONE_AXIS, "shape [8, 8] at ['y']", "close over"),
+  ),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_a_batch_that_cannot_be_cut(case):
   # Class weights lost their last classes, and a causal mask its last rows, with a finite loss.
-  zeros, where = np.zeros, "mpjax.make_train_step(micro_batches=4): step(batch)"
-  cut, drop = "which can be cut into 4 micro-batches", "drop or pad the last batch"
-  one_axis = "leaves with one first axis, that of the examples"
-  for batch, expected, got, fix in (
-    (zeros(6), cut, "shape [6] at the root", drop),
-    ({"x": zeros((8, 3)), "n": 3}, cut, "shape [] at ['n']", drop),
-    ({"x": zeros((16, 3)), "y": zeros((8, 8))}, one_axis, "shape [8, 8] at ['y']", "close over"),
-  ):
-    with refused(ValueError, where, expected, got, fix):
-      mpjax.make_train_step(quadratic, SGD, micro_batches=4)(create(SGD), batch)
+  batch, *error = UNEVEN[case]
+  with refused(ValueError, "mpjax.make_train_step(micro_batches=4): step(batch)", *error):
+    mpjax.make_train_step(quadratic, SGD, micro_batches=4)(create(SGD), batch)

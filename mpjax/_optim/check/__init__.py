@@ -1,1 +1,0 @@
-"""The check that a skipped step keeps everything."""
