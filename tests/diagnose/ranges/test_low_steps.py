@@ -1,5 +1,6 @@
 """The low precision of the steps of a program is that of the rewritten program."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +9,7 @@ import mpjax
 from mpjax._diagnose.call import Call
 from mpjax._diagnose.ranges.low_steps import programs_of, programs_of_gradient
 from mpjax._jaxpr.reader import walk
-from tests.models.values import normal
+from tests.models.values import filled, normal, shapes
 
 
 def followed(w, x):
@@ -45,6 +46,21 @@ def test_a_policy_of_the_function_itself_decides(policy):
   )
   low = low_in(programs_of(Call(args, {}), ruled))
   assert low == ([] if policy is None else ["dot_general"])
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_model_under_a_float32_policy_counts_as_one_without(differentiated):
+  def low_of(model):
+    def loss(variables, x):
+      return jnp.mean(model.apply(variables, x) ** 2)
+
+    if differentiated:
+      return low_in(programs_of_gradient(call, loss, jax.value_and_grad))
+    return low_in(programs_of(call, loss))
+
+  model = nn.Dense(8)
+  call = Call((filled(shapes(model, normal(16, 8))), normal(16, 8)), {})
+  assert low_of(mpjax.with_policy(model, "float32")) == low_of(model) != []
 
 
 def test_the_policy_of_a_gradient_is_that_of_its_loss():
