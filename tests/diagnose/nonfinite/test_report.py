@@ -27,7 +27,7 @@ def test_a_report_fits_80_columns_and_is_json():
   report = mpjax.find_nonfinite(fn)(jnp.asarray([1, 12], jnp.float16))
   text = str(report)
   assert max(map(len, text.splitlines())) <= 80
-  for part in ("exp", "forward", "test_nonfinite_report.py:", "float16[2]", "1.63e+05", "mixed_bf"):
+  for part in ("exp", "forward", "test_report.py:", "float16[2]", "1.63e+05", "mixed_bf"):
     assert part in text
   found = json.loads(report.to_json())
   assert found["operation"] == "exp"
