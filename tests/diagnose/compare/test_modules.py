@@ -99,7 +99,7 @@ def test_functions_without_scopes_have_lines():
     return jnp.cos(y)
 
   paths = [path for path, *_ in calls_of(fn, X)]
-  first, second = (path.partition("test_compare_modules.py:")[2] for path in paths)
+  first, second = (path.partition("test_modules.py:")[2] for path in paths)
   assert int(second) == int(first) + 1
 
 
