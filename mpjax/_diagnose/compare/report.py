@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._diagnose.compare.run import RanCall, RecordedRun, save
 from mpjax._diagnose.paths import is_inside
-from mpjax._diagnose.report import MOST, Report, Section, rest
+from mpjax._diagnose.report import MOST, Report, Section, rest, some
 from mpjax._jaxpr.locations import Direction
 
 FACTOR = 10.0
@@ -22,6 +22,9 @@ FACTOR = 10.0
 
 _SHOWN = 40
 """The most rows that are printed. The attributes hold all."""
+
+LISTED = 4
+"""The most errors or shapes in a sentence."""
 
 _LONG = 12
 """The fewest characters of a shared path that is printed once for several rows."""
@@ -191,10 +194,10 @@ class CompareReport(Report):
       for path, error in self.results.items()
     ]
     if results:
-      lines.append(f"Errors of what they return: {some(results)}.")
+      lines.append(f"Errors of what they return: {some(results, LISTED)}.")
     if self.arguments:
       differing = [f"{name} {_text(Error(error))}" for name, error in self.arguments.items()]
-      lines.append(f"The arguments differ: {some(differing)}.")
+      lines.append(f"The arguments differ: {some(differing, LISTED)}.")
     lines += self.notes
     if left := len(self.rows) - len(shown):
       equal = sum(map(_is_equal, self.rows)) - sum(map(_is_equal, shown))
@@ -358,10 +361,3 @@ def _text(error: Error) -> str:
   if error.is_zero_in_g:
     return "0 in g"
   return "not finite" if math.isinf(error.value) else f"{error.value:.2g}"
-
-
-def some(texts: Sequence[str]) -> str:
-  """Returns the first texts as a list, and how many more there are."""
-  more = len(texts) - 4
-  first = ", ".join(texts[:4])
-  return f"{first} and {more} more" if more > 0 else first

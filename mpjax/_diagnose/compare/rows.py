@@ -15,6 +15,7 @@ import numpy as np
 from mpjax._core.types import NumpyArray
 from mpjax._diagnose.compare.modules import Loop
 from mpjax._diagnose.compare.report import (
+  LISTED,
   CompareReport,
   CompareRow,
   Error,
@@ -23,11 +24,11 @@ from mpjax._diagnose.compare.report import (
   is_in_module,
   is_own,
   numbered_paths,
-  some,
 )
 from mpjax._diagnose.compare.run import Kept, RanCall, RecordedRun
 from mpjax._diagnose.paths import is_within
 from mpjax._diagnose.relative_errors import RelativeErrors, relative_errors
+from mpjax._diagnose.report import some
 
 
 def compared(run: RecordedRun, reference: RecordedRun, spacing: float = 0.0) -> CompareReport:
@@ -60,7 +61,7 @@ def compared(run: RecordedRun, reference: RecordedRun, spacing: float = 0.0) -> 
       both = f"{_lengths(call)} and {_lengths(other)}"
       unmatched.append(f"{name}: its loops have {both} iterations.")
     elif shapes[0] != shapes[1]:
-      both = " and ".join(some([str([*shape]) for shape in each]) for each in shapes)
+      both = " and ".join(some([str([*shape]) for shape in each], LISTED) for each in shapes)
       unmatched.append(f"{name}: its outputs have the shapes {both}.")
   for call in others.values():
     unmatched.append(f"{call.path}{call_text(call, numbered)} is only in {reference.name}.")

@@ -343,12 +343,12 @@ class _Recorder(Observer):
 
   def after(self, step: Step, outs: list[Any]) -> list[Any]:
     # Later steps must read the tapped value. Otherwise its cotangent would be 0.
-    outs = [self._tap(slot, x) for slot, x in zip(step.outs, outs, strict=True)]
+    outs = [
+      _tapped(x, self.taps[slot], self.modules.limit(slot)) if slot in self.taps else x
+      for slot, x in zip(step.outs, outs, strict=True)
+    ]
     self._keep(step.outs, outs)
     return outs
-
-  def _tap(self, slot: int, x: Array) -> Array:
-    return _tapped(x, self.taps[slot], self.modules.limit(slot)) if slot in self.taps else x
 
   def inside(self, seen: Mapping[int, Array]) -> None:
     self.seen.update(seen)

@@ -126,7 +126,8 @@ class Uses(NamedTuple):
 
   Fields:
     top: the steps of the function.
-    arguments: the arguments and constants, each with a negative number in place of a step's.
+    arguments: the arguments and constants, each with a negative number in place of a step's. The
+      last one has -1.
     outputs: the values that a jaxpr returns.
     counted: values in which an inf is a fault, since something computes with it. A returned value
       counts, unless it is an argument.
@@ -194,17 +195,13 @@ def uses_of(top: Body) -> Uses:
         counted.update(step.reads)
       elif not compared.isdisjoint(step.outs):
         (compared if effect in _PASS else counted).update(step.reads)
-  return Uses(top, arguments_of(top), outputs, counted, compared, literals, summed)
+  slots = (*top.inputs, *top.consts)
+  arguments = {slot: number for number, slot in enumerate(slots, -len(slots))}
+  return Uses(top, arguments, outputs, counted, compared, literals, summed)
 
 
 _PASS: Collection[Effect] = ("moves", "casts")
 """The effects by which each element of a result is one of an operand."""
-
-
-def arguments_of(top: Body) -> Mapping[int, int]:
-  """Returns the arguments and constants of a function, with negative numbers, in order."""
-  slots = (*top.inputs, *top.consts)
-  return {slot: number for number, slot in enumerate(slots, -len(slots))}
 
 
 def _answers(steps: Sequence[Step]) -> Mapping[int, Collection[tuple[int, ...] | None]]:

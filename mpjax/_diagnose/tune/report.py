@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpjax._diagnose.report import WIDTH, Report, Section, amount, percent
+from mpjax._diagnose.report import WIDTH, Report, Section, amount, percent, some
 from mpjax._matmul.recipes import recipe_of
 from mpjax._policy.policy import Policy, shortest_text
 from mpjax._policy.rules import Rule
@@ -251,10 +251,7 @@ _LISTED = 3
 
 
 def _some_paths(paths: Sequence[str]) -> str:
-  """Returns the first paths, and how many more there are."""
-  first = ", ".join(path or "(root)" for path in paths[:_LISTED]) or "nothing"
-  more = len(paths) - _LISTED
-  return f"{first} and {more} more" if more > 0 else first
+  return some([path or "(root)" for path in paths], _LISTED)
 
 
 def format_of_policy(policy: Policy) -> str:

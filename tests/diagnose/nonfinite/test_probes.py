@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._diagnose.nonfinite.probes import FirstProbe, FlagProbe
-from mpjax._diagnose.nonfinite.uses import arguments_of, can_break, uses_of
+from mpjax._diagnose.nonfinite.uses import can_break, uses_of
 from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import body_of
 
@@ -14,14 +14,14 @@ def body(fn, *args):
 
 def test_a_value_is_not_looked_at_if_a_sum_of_it_is():
   made = body(lambda x: jnp.sum((x * x).reshape(2, 2) + 1), jnp.ones(4))
-  sentinels = FlagProbe(made, arguments_of(made)).sentinels
+  sentinels = FlagProbe(made, uses_of(made).arguments).sentinels
   every = [slot for step in filter(can_break, made.steps) for slot in step.outs]
   assert {sentinels[slot] for slot in (*made.inputs, *every)} == {*made.outputs}
 
 
 def test_what_an_exponential_reads_is_looked_at():
   made = body(lambda x: jnp.exp(x - 1), jnp.ones(3))
-  assert {*FlagProbe(made, arguments_of(made)).sentinels.values()} >= {
+  assert {*FlagProbe(made, uses_of(made).arguments).sentinels.values()} >= {
     made.steps[0].outs[0],
     made.steps[1].outs[0],
   }
@@ -34,7 +34,7 @@ def test_every_step_that_may_break_is_covered():
 
   made = body(jax.grad(loss), jnp.ones(3))
   for inside in [made, *(b for step in made.every_step() for b in step.bodies)]:
-    cover = FlagProbe(made, arguments_of(made)).sentinels
+    cover = FlagProbe(made, uses_of(made).arguments).sentinels
     for step in filter(can_break, inside.steps):
       assert all(slot in cover for slot in step.outs)
 
@@ -45,7 +45,7 @@ def test_only_steps_that_lead_to_an_inf_are_suspects():
 
   x, y = jnp.ones(3), jnp.zeros(4)
   made = body(fn, x, y)
-  probe = FlagProbe(made, arguments_of(made))
+  probe = FlagProbe(made, uses_of(made).arguments)
   found = probe.suspects(run(made, (x, y), probe)[1])
   names = {s.number: (s.eqn.primitive.name, s.eqn.invars[0].aval.shape) for s in made.steps}
   # The second argument, as far as the flags tell.

@@ -385,26 +385,26 @@ ACCUMULATIONS = {
 
 
 @pytest.mark.standard_promotion
-def test_the_running_sum_of_an_accumulation_is_no_update():
+@pytest.mark.parametrize("accumulate", ACCUMULATIONS.values(), ids=ACCUMULATIONS)
+def test_the_running_sum_of_an_accumulation_is_no_update(accumulate):
   params, x = {"w": jnp.full((8, 2), 0.5, jnp.bfloat16)}, jnp.ones((4, 8))
-  for name, accumulate in ACCUMULATIONS.items():
-    tx = mpjax.loss_scaling(accumulate(optax.sgd(1e-5)), mpjax.NoLossScale())
-    step, opt_state = jax.jit(scaled_step(tx)), tx.init(params)
-    first = mpjax.ranges(step)(params, opt_state, x)
-    assert np.isnan(first.lost_updates), name  # Updates of 0.
-    _, opt_state, _ = step(params, opt_state, x)
-    second = mpjax.ranges(step)(params, opt_state, x)
-    assert [g.path for g in second.of("updates")] == ["params/w"], name
-    assert second.lost_updates == 1, name
-    # Obey the advice: float32 masters take the updates.
-    masters = mpjax.loss_scaling(
-      mpjax.master_weights(accumulate(optax.sgd(1e-5))), mpjax.NoLossScale()
-    )
-    step, opt_state = jax.jit(scaled_step(masters)), masters.init(params)
-    _, opt_state, _ = step(params, opt_state, x)
-    cured = mpjax.ranges(step)(params, opt_state, x)
-    assert [g.path.split("/")[-2:] for g in cured.of("updates")] == [["master", "w"]], name
-    assert cured.lost_updates == 0, name
+  tx = mpjax.loss_scaling(accumulate(optax.sgd(1e-5)), mpjax.NoLossScale())
+  step, opt_state = jax.jit(scaled_step(tx)), tx.init(params)
+  first = mpjax.ranges(step)(params, opt_state, x)
+  assert np.isnan(first.lost_updates)  # Updates of 0.
+  _, opt_state, _ = step(params, opt_state, x)
+  second = mpjax.ranges(step)(params, opt_state, x)
+  assert [g.path for g in second.of("updates")] == ["params/w"]
+  assert second.lost_updates == 1
+  # Obey the advice: float32 masters take the updates.
+  masters = mpjax.loss_scaling(
+    mpjax.master_weights(accumulate(optax.sgd(1e-5))), mpjax.NoLossScale()
+  )
+  step, opt_state = jax.jit(scaled_step(masters)), masters.init(params)
+  _, opt_state, _ = step(params, opt_state, x)
+  cured = mpjax.ranges(step)(params, opt_state, x)
+  assert [g.path.split("/")[-2:] for g in cured.of("updates")] == [["master", "w"]]
+  assert cured.lost_updates == 0
 
 
 @pytest.mark.standard_promotion
