@@ -17,7 +17,7 @@ from mpjax._diagnose.call import (
   positional_names,
   with_parameter_scopes,
 )
-from mpjax._diagnose.ranges.ranges import gradient_of
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._jaxpr.graph import Graph
 from tests.errors import refused
 from tests.models.values import normal

@@ -23,6 +23,7 @@ from mpjax._diagnose.call import (
   with_parameter_scopes,
   with_scopes,
 )
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.steps import Body, Step, body_of
@@ -60,16 +61,8 @@ def programs_of(call: Call, fn: Function) -> Programs:
   return _programs(_marked(program), outputs, rewritten)
 
 
-def programs_of_gradient(
-  call: Call, loss_fn: Function, gradient_of: Callable[[Function], Function]
-) -> Programs:
-  """Returns the same for the gradient of a loss, of which the policy rewrites the loss.
-
-  Args:
-    call: the arguments of the loss.
-    loss_fn: the loss.
-    gradient_of: returns the gradient of a function.
-  """
+def programs_of_gradient(call: Call, loss_fn: Function) -> Programs:
+  """Returns the same for the gradient of a loss, of which the policy rewrites the loss."""
 
   def traced(evaluate: Evaluate) -> tuple[ClosedJaxpr, Sequence[Path]]:
     return call.traced(gradient_of(with_parameter_scopes(loss_fn, evaluate)))

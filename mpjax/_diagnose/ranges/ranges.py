@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
+from mpjax._core.errors import check_call
 from mpjax._core.leaves import changes_nothing
 from mpjax._core.trees import is_floating
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree, is_inexact
+from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray, P
 from mpjax._diagnose.call import Call
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.ranges.low_steps import programs_of, programs_of_gradient
 from mpjax._diagnose.ranges.plan import Addition, Plan, plan
 from mpjax._diagnose.ranges.report import FORMATS, HEADROOM, GroupRanges, RangesReport, Rescaled
@@ -75,7 +76,7 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
   is_loss = args and call.returned_loss(program, outputs)
-  programs = programs_of_gradient(call, fn, gradient_of) if is_loss else programs_of(call, fn)
+  programs = programs_of_gradient(call, fn) if is_loss else programs_of(call, fn)
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]
@@ -98,6 +99,16 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
       fewest = _nonfinite(rows)
       report = dataclasses.replace(report, rescaled=Rescaled(scale, rows))
   return report
+
+
+def scale_for_float16(
+  loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance, headroom: float = HEADROOM
+) -> float:
+  """Returns the scale of a loss that leaves headroom to gradients in float16."""
+  report = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance)
+  # A larger headroom than that of the report needs a smaller scale, by a power of two.
+  more = math.ceil(math.log2(max(headroom / HEADROOM, 1)))
+  return max((report.loss_scale or 1.0) / 2**more, 1.0)
 
 
 def _nonfinite(rows: Sequence[GroupRanges]) -> int:
@@ -265,47 +276,3 @@ def _borders(source: str) -> tuple[int, NumpyArray]:
     for border in map(float, (narrow.smallest_subnormal, narrow.smallest_normal, math.inf)):
       borders.append(bisect.bisect_left(every, border, key=functools.partial(cast, name)))
   return lowest, np.asarray(borders, unsigned)
-
-
-# Losses and their scale, which `sensitivity` and `tune` need too.
-
-
-def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
-  """Returns the value and gradient of a loss by the floating arrays in its first argument.
-
-  The gradient is that of the loss times `scale`.
-  """
-
-  def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    # JAX differentiates by floating arrays only. The rest of the first argument stays as it is.
-    call = Call(args[:1], {}, is_traced=lambda x: isinstance(x, jax.Array) and is_inexact(x))
-
-    def scaled_loss(arrays: Sequence[Leaf]) -> tuple[Leaf, list[Array]]:
-      first, _ = call.with_arrays(arrays)
-      returned = loss_fn(*first, *args[1:], **kwargs)
-      value, *aux = returned if isinstance(returned, tuple) else (returned,)
-      if not args or getattr(value, "shape", None) != () or not is_inexact(value):
-        raise MpjaxTypeError(
-          "mpjax.tune(loss_fn)",
-          expected="a loss of parameters, by position, that returns a floating scalar",
-          got=f"one that returns {kind_of(value)}" if args else "no argument by position",
-          fix="Pass (params, x=x), and take the mean: jnp.mean(fn(params, x) ** 2).",
-        )
-      # A factor of 1 would add a multiplication to the jaxpr, which a report would show.
-      scaled = value if scale == 1 else scale * value
-      # `value_and_grad` returns aux as it is, and text is no result of a jaxpr.
-      return scaled, [x for x in jax.tree.leaves(aux) if isinstance(x, jax.Array)]
-
-    return jax.value_and_grad(scaled_loss, has_aux=True)(call.arrays)
-
-  return gradient
-
-
-def scale_for_float16(
-  loss_fn: Function, args: Args, kwargs: Kwargs, advance: Advance, headroom: float = HEADROOM
-) -> float:
-  """Returns the scale of a loss that leaves headroom to gradients in float16."""
-  report = ranges_of_call(gradient_of(loss_fn), args, kwargs, advance)
-  # A larger headroom than that of the report needs a smaller scale, by a power of two.
-  more = math.ceil(math.log2(max(headroom / HEADROOM, 1)))
-  return max((report.loss_scale or 1.0) / 2**more, 1.0)

@@ -6,7 +6,7 @@ The program is traced under its policy, so that the rewriter alone decides what 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -131,7 +131,6 @@ def places_of(body: Body, kept: Callable[[Step], bool], bounds: Mapping[int, int
     for step in body.steps:
       depths.update(dict.fromkeys(step.outs, len(around) if step.bodies else depth_of(step.ins)))
       of_ins = [not isinstance(x, int) or rounded.get(x, True) for x in step.ins]
-      facts, is_cast = facts_of(step.eqn), step.eqn.primitive is p.convert_element_type_p
       if step.bodies:
         length = (bounds[step.number],) if step.number in bounds else ()
         if step.holds is Holds.SCAN:
@@ -153,33 +152,47 @@ def places_of(body: Body, kept: Callable[[Step], bool], bounds: Mapping[int, int
         outs = [all(x) for x in zip(*returned, strict=True)]
       elif kept(step):
         outs = [False] * len(step.outs)
-      elif not is_cast and (facts.moves or facts.exact or facts.keeps_numbers):
-        # The results are numbers of the format of the operands.
-        outs = [all(of_ins)] * len(step.outs)
       else:
-        unrounded = [
-          i
-          for i, (v, is_rounded) in enumerate(zip(step.eqn.invars, of_ins, strict=True))
-          if is_low(v.aval) and not is_rounded
-        ]
-        if unrounded and facts.flops is None and (not is_cast or _widens(step)):
-          # With an operand in float32, the rules of a policy make all but a matmul float32 too.
-          rounded.update(dict.fromkeys(step.outs, False))
-          continue
-        for i in unrounded:
-          add(step, i, _format(dtype_of(step.eqn.invars[i])), around)
-        format = next((_format(dtype_of(v)) for v in step.eqn.outvars if is_low(v.aval)), None)
-        if step.eqn.primitive is format_rounding_p:
-          to_format = functools.partial(format_rounding_p.bind, **step.eqn.params)
-          format = Format(*format_of(step.eqn), math.inf, to_format)
-        if format is not None and not (is_cast and _widens(step)):
-          add(step, RESULT, format, around)
-        outs = [True] * len(step.outs)
+        added, is_rounded = _rounded_by(step, of_ins)
+        for operand, format in added:
+          add(step, operand, format, around)
+        outs = [is_rounded] * len(step.outs)
       rounded.update(zip(step.outs, outs, strict=True))
     return [not isinstance(x, int) or rounded.get(x, True) for x in body.outputs]
 
   walk(body, {})
   return places
+
+
+def _rounded_by(step: Step, of_ins: Sequence[bool]) -> tuple[list[tuple[int, Format]], bool]:
+  """Returns what a step rounds, and whether its results are rounded then.
+
+  Args:
+    step: a step without bodies.
+    of_ins: which operands are numbers of their own low-precision format already.
+
+  Returns:
+    The positions of what it rounds, with the formats, and whether each result is a number of its
+    own format.
+  """
+  facts, is_cast = facts_of(step.eqn), step.eqn.primitive is p.convert_element_type_p
+  # The results are numbers of the format of the operands.
+  if not is_cast and (facts.moves or facts.exact or facts.keeps_numbers):
+    return [], all(of_ins)
+  pairs = enumerate(zip(step.eqn.invars, of_ins, strict=True))
+  unrounded = [i for i, (v, is_rounded) in pairs if is_low(v.aval) and not is_rounded]
+  widens = is_cast and _widens(step)
+  # With an operand in float32, the rules of a policy make all but a matmul float32 too.
+  if unrounded and facts.flops is None and (widens or not is_cast):
+    return [], False
+  added = [(i, _format(dtype_of(step.eqn.invars[i]))) for i in unrounded]
+  if step.eqn.primitive is format_rounding_p:
+    rounded = functools.partial(format_rounding_p.bind, **step.eqn.params)
+    added.append((RESULT, Format(*format_of(step.eqn), math.inf, rounded)))
+  elif not widens:
+    low = [dtype_of(v) for v in step.eqn.outvars if is_low(v.aval)]
+    added += [(RESULT, _format(dtype)) for dtype in low[:1]]
+  return added, True
 
 
 @functools.cache

@@ -13,9 +13,10 @@ from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._diagnose.call import Argument, Call, has_backward_pass, name_by_parameters
 from mpjax._diagnose.expectations import check_float32, lows_of
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.matmul_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._diagnose.module_names import with_models_under
-from mpjax._diagnose.ranges.ranges import gradient_of, scale_for_float16
+from mpjax._diagnose.ranges.ranges import scale_for_float16
 from mpjax._diagnose.report import Advance, Pending
 from mpjax._diagnose.sensitivity.errors import Errors, before_nonfinite, errors_of
 from mpjax._diagnose.sensitivity.report import (

@@ -16,6 +16,7 @@ from mpjax._core.types import HALVES, Args, Function, Kwargs, NumpyArray, P, is_
 from mpjax._diagnose.audit.not_entered import find_kernels
 from mpjax._diagnose.call import Call, with_parameter_scopes
 from mpjax._diagnose.expectations import check_float32, lows_of
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.matmul_formats import (
   FLOAT32_POLICY,
   WIDE_FORMATS,
@@ -23,7 +24,7 @@ from mpjax._diagnose.matmul_formats import (
   shares_of,
 )
 from mpjax._diagnose.module_names import with_models_under
-from mpjax._diagnose.ranges.ranges import gradient_of, scale_for_float16
+from mpjax._diagnose.ranges.ranges import scale_for_float16
 from mpjax._diagnose.ranges.report import HEADROOM
 from mpjax._diagnose.relative_errors import norm_of, relative_error
 from mpjax._diagnose.report import Advance, Pending

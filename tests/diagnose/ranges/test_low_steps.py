@@ -55,7 +55,7 @@ def test_a_model_under_a_float32_policy_counts_as_one_without(differentiated):
       return jnp.mean(model.apply(variables, x) ** 2)
 
     if differentiated:
-      return low_in(programs_of_gradient(call, loss, jax.value_and_grad))
+      return low_in(programs_of_gradient(call, loss))
     return low_in(programs_of(call, loss))
 
   model = nn.Dense(8)
@@ -67,11 +67,8 @@ def test_the_policy_of_a_gradient_is_that_of_its_loss():
   def loss(w, x):
     return jnp.sum(x @ w)  # Its cotangent is a constant, and x an input.
 
-  def gradient_of(fn):
-    return lambda *args: jax.value_and_grad(fn)(*args)
-
   args = normal(16, 8), normal(4, 16, seed=1)
-  assert low_in(programs_of_gradient(Call(args, {}), loss, gradient_of)) == ["dot_general"] * 2
+  assert low_in(programs_of_gradient(Call(args, {}), loss)) == ["dot_general"] * 2
 
 
 def test_what_is_written_in_low_precision_is_in_low_precision():

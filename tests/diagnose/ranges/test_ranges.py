@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._diagnose.ranges.ranges import add, gradient_of
+from mpjax._diagnose.ranges.ranges import add
 from tests.models.values import filled, normal, shapes
 
 
@@ -338,17 +338,6 @@ def test_updates_that_are_lost_and_complex_numbers_which_no_policy_casts():
   assert (counts.exponents, counts.zero, counts.lost_updates) == ({1: 1, 0: 1}, 1, 1)
   report = mpjax.ranges(lambda x: jnp.fft.fft(x) * 2j)(jnp.ones(4, jnp.complex64))
   assert not report.groups
-
-
-def test_the_gradient_of_a_loss_with_aux_and_integers():
-  def loss(tree, x):
-    return jnp.sum(tree["w"] * x), "text"
-
-  tree = {"n": jnp.arange(2), "w": jnp.ones(2), "flag": None}
-  (value, aux), grads = gradient_of(loss, 4.0)(tree, jnp.asarray([1.0, 2.0]))
-  assert value == 12
-  assert aux == []
-  np.testing.assert_array_equal(jax.tree.leaves(grads)[0], [4, 8])
 
 
 def scaled_step(tx):
