@@ -16,7 +16,7 @@ from mpjax._core.leaves import Path
 from mpjax._core.types import Array, Function, PyTree
 from mpjax._diagnose.call import Argument, Call
 from mpjax._diagnose.paths import shared_names
-from mpjax._jaxpr.compat import with_equations, within_scopes
+from mpjax._jaxpr.compat import with_equations, within_scopes, without_scopes
 from mpjax._jaxpr.graph import Graph, Operation, Value, moved_from
 from mpjax._jaxpr.locations import Source
 from mpjax._jaxpr.reader import inner_jaxprs, opened, with_inner
@@ -169,8 +169,13 @@ def _sizes(value: Value) -> tuple[int, ...]:
   return tuple(sorted(value.aval.shape))
 
 
-def with_scopes(program: Any, modules: Mapping[Key, Path], at: Key = ()) -> Any:
-  """Returns a jaxpr whose equations at some positions have further scopes around their own."""
+def with_scopes(
+  program: Any, modules: Mapping[Key, Path], at: Key = (), *, without: str | None = None
+) -> Any:
+  """Returns a jaxpr whose equations at some positions have further scopes around their own.
+
+  `without` is the beginning of scopes that all equations lose.
+  """
   # The key is the position of the equation in each nested jaxpr, as in `Step.key`.
   jaxpr = opened(program)
   eqns = list[JaxprEqn]()
@@ -178,10 +183,13 @@ def with_scopes(program: Any, modules: Mapping[Key, Path], at: Key = ()) -> Any:
     key = (*at, position)
     source = eqn.source_info
     inner = [
-      with_scopes(x.program, modules, (*key, i)) for i, x in enumerate(inner_jaxprs(eqn) or ())
+      with_scopes(x.program, modules, (*key, i), without=without)
+      for i, x in enumerate(inner_jaxprs(eqn) or ())
     ]
+    own = source.name_stack
+    own = own if without is None else without_scopes(own, without)
     # Around the scopes that it has: "bqhd,bkhd->bhqk" of `jnp.einsum` is no module.
-    stack = within_scopes(source.name_stack, modules.get(key, ()))
+    stack = within_scopes(own, modules.get(key, ()))
     params = with_inner(eqn, inner) if inner else eqn.params
     eqns.append(eqn.replace(source_info=source.replace(name_stack=stack), params=params))
   jaxpr = with_equations(jaxpr, eqns)

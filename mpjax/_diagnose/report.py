@@ -76,6 +76,16 @@ def rest(rows: Sequence[object], most: int = MOST) -> list[str]:
   return [f"… and {len(rows) - most} more"] if len(rows) > most else []
 
 
+def some(texts: Sequence[str], most: int) -> str:
+  """Returns the first texts in a sentence, and how many more there are.
+
+  >>> some(["a", "b", "c"], 2)
+  'a, b and 1 more'
+  """
+  more = f" and {len(texts) - most} more" if len(texts) > most else ""
+  return ", ".join(texts[:most]) + more
+
+
 class Pending(Generic[P, R]):
   """A function that returns the report of a call. Its `repr` says that it has to be called.
 

@@ -947,10 +947,10 @@ mpjax/_diagnose/compare/run.py::record
 + body_of(program, compiled=True)
 ::test_functions_with_derivatives_of_their_own_keep_them
 
-mpjax/_diagnose/compare/modules.py::_Finder._begins_again
+mpjax/_diagnose/compare/modules.py::_Finder._open
 
 130 two calls of a module in a row count as one
-- call.is_leaf and not call.matmuls.isdisjoint(self._matmul_keys(step))
+- not stack[-1].matmuls.isdisjoint(matmul)
 + False
 ::test_calls_of_one_module_are_told_apart
 

@@ -1,10 +1,9 @@
 """`compare`: the same arguments through two functions, and the first module where they part."""
 
 import dataclasses
-import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ import jax.numpy as jnp
 from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
-from mpjax._core.types import Args, DType, Function, Kwargs
+from mpjax._core.types import Args, Function, Kwargs
 from mpjax._diagnose.call import Call, with_model_as_argument
-from mpjax._diagnose.compare.report import CompareReport, compared
+from mpjax._diagnose.compare.report import CompareReport
+from mpjax._diagnose.compare.rows import compared
 from mpjax._diagnose.compare.run import RecordedRun, any_function, any_method, load, record
 from mpjax._diagnose.expectations import check_float32, lows_of
 from mpjax._diagnose.module_names import in_models, with_models
@@ -92,10 +92,40 @@ def compare(
       "mpjax.compare(f, g) with a model of mpjax.with_policy, or mpjax.autocast(fn, policy), in "
       "each.",
     )
+  # The function runs under the policy, if one is given, and the reference without one.
+  sides = [(f, parsed)]
+  if g is not None or parsed is not None:
+    sides.append((f if g is None else g, None))
+
+  def report(_: Function, args: Args, kwargs: Kwargs, advance: Advance) -> CompareReport:
+    called = [_called(side, args, kwargs) if callable(side) else None for side, _ in sides]
+    functions = [each for each in called if each is not None]
+    # Rows are matched by path, so both sides need paths of one kind: modules of Flax, or
+    # parameters.
+    models = all(in_models(each.function, each.call) is not None for each in functions)
+    # A function with a policy of its own ignores the given one. The errors would all be 0, and look
+    # good.
+    if parsed is not None:
+      _check_changes(functions[0], parsed, models)
+    # Each run returns its arrays on the host, so the second one has the memory of the device.
+    runs: list[RecordedRun] = []
+    for i, ((side, its_policy), each) in enumerate(zip(sides, called, strict=True)):
+      advance(i, len(sides))
+      name = _name(side) if its_policy is None else f"{_name(side)} under {policy}"
+      if each is not None:
+        runs.append(record(_named(each, its_policy, models), each.call, name, each.names))
+      elif not callable(side):
+        runs.append(load(side, "mpjax.compare(path)")._replace(name=name))
+    # A policy rounds to its compute dtype on purpose. Such an error is no fault.
+    least = 0.0 if parsed is None else float(jnp.finfo(parsed.compute_dtype).eps)
+    found = compared(runs[0], runs[-1], least)
+    # The weights of such a model are constants of the trace, which have no module names.
+    if not models and any(_closes_over_models(each.function) for each in functions):
+      found = dataclasses.replace(found, notes=(*found.notes, _ADVICE))
+    return found
+
   # `Pending` takes a function. A saved run has its arguments in the file.
   fn = f if callable(f) else _without_arguments
-  name = _name(f) if parsed is None else f"{_name(f)} under {policy}"
-  report = functools.partial(_compared, f, g, parsed, name)
   # Each of two models is the first argument of its own call.
   return Pending(_CALL, fn, report, _FIX, model_first=False)
 
@@ -110,40 +140,10 @@ def _check_side(side: object, name: str) -> None:
     check_callable(side, f"mpjax.compare({name})", expected=expected, fix=_FIX)
 
 
-def _compared(
-  f: Side,
-  g: Side | None,
-  policy: Policy | None,
-  name: str,
-  fn: Function,
-  args: Args,
-  kwargs: Kwargs,
-  advance: Advance,
-) -> CompareReport:
-  """Runs both sides, one after the other, and compares them."""
-  sides = [(f, name)]
-  if g is not None or policy is not None:
-    reference = f if g is None else g
-    sides.append((reference, _name(reference)))
-  # A saved run has its arguments in the file.
-  titled = [
-    (_called(side, args, kwargs) if callable(side) else side, title) for side, title in sides
-  ]
-  functions = [side for side, _ in titled if isinstance(side, _Called)]
-  # Rows are matched by path, so both sides need paths of one kind: modules of Flax, or parameters.
-  models = all(in_models(each.function, each.call) is not None for each in functions)
-  # A function with a policy of its own ignores the given one. The errors would all be 0, and look
-  # good.
-  if policy is not None:
-    _check_changes(functions[0], policy, models)
-  runs = _runs(titled, policy, models, advance)
-  # A policy rounds to its compute dtype on purpose. Such an error is no fault.
-  least = 0.0 if policy is None else float(jnp.finfo(policy.compute_dtype).eps)
-  report = compared(runs[0], runs[-1], least)
-  # The weights of such a model are constants of the trace, which have no module names.
-  if not models and any(_closes_over_models(each.function) for each in functions):
-    report = dataclasses.replace(report, notes=(*report.notes, _ADVICE))
-  return report
+def _name(side: Side) -> str:
+  if callable(side):
+    return getattr(side, "__name__", type(side).__name__)
+  return os.path.basename(os.fspath(side))
 
 
 class _Called(NamedTuple):
@@ -162,32 +162,6 @@ def _called(side: Function, args: Args, kwargs: Kwargs) -> _Called:
   return _Called(fn, call, any_function if fn is side else any_method)
 
 
-def _runs(
-  sides: Sequence[tuple[_Called | str | os.PathLike[str], str]],
-  policy: Policy | None,
-  models: bool,
-  advance: Advance,
-) -> list[RecordedRun]:
-  """Returns the runs of functions and files. The first function runs under the policy."""
-  # Each run returns its arrays on the host, so the second one has the memory of the device.
-  runs: list[RecordedRun] = []
-  for i, (side, title) in enumerate(sides):
-    advance(i, len(sides))
-    if isinstance(side, _Called):
-      # Only `f`, the first side, runs under the policy.
-      named = _named(side, policy if i == 0 else None, models)
-      runs.append(record(named, side.call, title, side.names))
-    else:
-      runs.append(load(side, "mpjax.compare(path)")._replace(name=title))
-  return runs
-
-
-def _name(side: Side) -> str:
-  if callable(side):
-    return getattr(side, "__name__", type(side).__name__)
-  return os.path.basename(os.fspath(side))
-
-
 def _check_changes(f: _Called, policy: Policy, models: bool) -> None:
   """Raises if a function in low precision computes the same under a policy as without it."""
   # A function in float32 changes under any policy. Trace it only if it has low precision.
@@ -195,13 +169,25 @@ def _check_changes(f: _Called, policy: Policy, models: bool) -> None:
   if not lows_of(plain):
     return
   under_policy = Graph(f.call.traced(_named(f, policy, models))[0])
-  if _dtypes(plain) == _dtypes(under_policy):
+  # Each operation that computes, and the dtypes of its results.
+  before, after = (
+    [(each.name, [v.dtype for v in each.results]) for each in graph.computing()]
+    for graph in (plain, under_policy)
+  )
+  if before == after:
     check_float32(plain, f"{_CALL_OF_POLICY}(*args)", "function")
 
 
-def _dtypes(graph: Graph) -> list[tuple[str, tuple[DType | None, ...]]]:
-  """Returns each operation that computes, and the dtypes of its results."""
-  return [(each.name, tuple(v.dtype for v in each.results)) for each in graph.computing()]
+def _named(called: _Called, policy: Policy | None, models: bool) -> Function:
+  """Returns a function under a policy, if one is given, whose operations are in modules."""
+  fn = called.function
+  # Name operations first, then apply the policy. The rewriter keeps the name stack.
+  if not models:
+    named = with_parameter_scopes(fn)
+    return named if policy is None else autocast(named, policy)
+  # A loss that makes views itself has modules without being wrapped.
+  of_models = in_models(fn, called.call) if policy is None else None
+  return with_models(fn, policy) if of_models is None else of_models.function
 
 
 def _closes_over_models(fn: Function) -> bool:
@@ -217,15 +203,3 @@ def _closes_over_models(fn: Function) -> bool:
   read = (*variables.nonlocals.values(), *variables.globals.values())
   # The global `nnx.Linear` is a class, which a function may use without reading a model.
   return any(framework_of(x) == "NNX" and not isinstance(x, type) for x in read)
-
-
-def _named(called: _Called, policy: Policy | None, models: bool) -> Function:
-  """Returns a function under a policy, if one is given, whose operations are in modules."""
-  fn = called.function
-  # Name operations first, then apply the policy. The rewriter keeps the name stack.
-  if not models:
-    named = with_parameter_scopes(fn)
-    return named if policy is None else autocast(named, policy)
-  # A loss that makes views itself has modules without being wrapped.
-  of_models = in_models(fn, called.call) if policy is None else None
-  return with_models(fn, policy) if of_models is None else of_models.function

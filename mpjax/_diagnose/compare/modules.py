@@ -17,7 +17,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._jaxpr.locations import MODULE, Direction, Location, path_of
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import Inner, aval_of
+from mpjax._jaxpr.reader import aval_of
 from mpjax._jaxpr.steps import Body, Step
 
 Scopes: TypeAlias = tuple[str, ...]
@@ -123,6 +123,11 @@ class Modules(NamedTuple):
   avals: Mapping[int, ShapedArray]
   loops: Mapping[int, tuple[Loop, ...]]
   makers: Mapping[int, str]
+
+  def reader(self, argument: int) -> Reader:
+    """Returns the module that computes first with a parameter, by its position."""
+    # A parameter that nothing computes with belongs to no module. Its gradient is 0.
+    return self.readers.get(argument, Reader("", 0))
 
   def limit(self, slot: int) -> int:
     """Returns how many elements of a value are kept in each iteration."""
@@ -247,21 +252,17 @@ class _Finder:
         inside = None
       elif loops is not None:
         inside = (*loops, Loop(step.number, inner.times or 0, inner.reverse))
-      self._pass_on(step, inner, body)
+      for position, (slot, i) in enumerate(zip(body.inputs, inner.operands or (), strict=True)):
+        outside = step.ins[i]
+        origin = self.origins.get(outside) if isinstance(outside, int) else Origin(None)
+        # The carry has the value of the last iteration, which the body computed.
+        if origin is None or position in inner.carry:
+          continue
+        # Parameters that are stacked by layer lead with the axis of the scan. If it was moved
+        # before, the iteration is on another axis.
+        is_slice = step.holds is Holds.SCAN and position >= inner.carry.stop and not origin.moved
+        self.origins[slot] = origin._replace(stacked=origin.stacked + is_slice)
       self.read_body(body, outer, inside)
-
-  def _pass_on(self, step: Step, inner: Inner, body: Body) -> None:
-    """Notes which inputs of a body nothing has computed."""
-    for position, (slot, i) in enumerate(zip(body.inputs, inner.operands or (), strict=True)):
-      outside = step.ins[i]
-      origin = self.origins.get(outside) if isinstance(outside, int) else Origin(None)
-      # The carry has the value of the last iteration, which the body computed.
-      if origin is None or position in inner.carry:
-        continue
-      # Parameters that are stacked by layer lead with the axis of the scan. If it was moved before,
-      # the iteration is on another axis.
-      is_slice = step.holds is Holds.SCAN and position >= inner.carry.stop and not origin.moved
-      self.origins[slot] = origin._replace(stacked=origin.stacked + is_slice)
 
   def _open(
     self, stack: list[ComparedCall], step: Step, outer: frozenset[str], loops: tuple[Loop, ...]
@@ -282,8 +283,11 @@ class _Finder:
       lambda pair: (pair[0].path, pair[0].direction) == pair[1], zip(stack, keys, strict=False)
     )
     kept = len([*pairs])
-    # Two calls of one layer in a row have the same path. A repeated weight tells them apart.
-    if kept == len(keys) == len(stack) and stack and self._begins_again(stack[-1], step):
+    # Two calls of one layer in a row have the same path. A repeated weight tells them apart, if no
+    # module is called inside.
+    matmul = self._matmul_keys(step)
+    continues = kept == len(keys) == len(stack)
+    if continues and stack and stack[-1].is_leaf and not stack[-1].matmuls.isdisjoint(matmul):
       kept -= 1
     del stack[kept:]
     for path, direction in keys[kept:]:
@@ -294,13 +298,8 @@ class _Finder:
       self._counts[path, direction] += 1
       stack.append(ComparedCall(path, direction, number, loops, step.number))
       self.calls.append(stack[-1])
-    # Only calls without modules inside are told apart by their weights.
     if stack and stack[-1].is_leaf:
-      stack[-1].matmuls |= self._matmul_keys(step)
-
-  def _begins_again(self, call: ComparedCall, step: Step) -> bool:
-    """Whether a step belongs to another call of the same module, right after `call`."""
-    return call.is_leaf and not call.matmuls.isdisjoint(self._matmul_keys(step))
+      stack[-1].matmuls |= matmul
 
   def _matmul_keys(self, step: Step) -> set[object]:
     """Returns the weights of a matmul, outside of modules its line; nothing for other steps."""
@@ -320,7 +319,11 @@ class _Finder:
     computes = not (self._is_entered(step) or _passes_on(step))
     for slot in step.reads:
       self._leave(slot, stack, direction)
-      self._arrive(slot, stack)
+      # It is an input of the calls that are open and did not make it. The key is the value before
+      # casts, so a cast in one function alone does not change the pairs.
+      for call in stack:
+        if call not in self.makers.get(slot, ()):
+          self._note(call.inputs, self._uncast.get(slot, slot), slot)
       origin = self.origins.get(slot)
       if computes and origin is not None and origin.argument is not None:
         reader = Reader(stack[-1].path if stack else "", origin.stacked)
@@ -335,14 +338,6 @@ class _Finder:
       is_kept = call.direction == "forward" and direction != "forward"
       if call not in stack and not is_kept and call in self.makers.get(root, ()):
         self._note(call.outputs, root, slot)
-
-  def _arrive(self, slot: int, stack: Sequence[ComparedCall]) -> None:
-    """Notes that a value is read: it is an input of the calls that are open and did not make it."""
-    # The key is the value before casts, so a cast in one function alone does not change the pairs.
-    makers, root = self.makers.get(slot, ()), self._uncast.get(slot, slot)
-    for call in stack:
-      if call not in makers:
-        self._note(call.inputs, root, slot)
 
   def _note(self, values: dict[int, int], root: int, slot: int) -> None:
     """Notes a value. Of several casts of it, the one in the narrowest dtype counts."""

@@ -7,17 +7,14 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpjax._core.types import NumpyArray
-from mpjax._diagnose.compare.modules import Loop
-from mpjax._diagnose.compare.run import Gradient, Kept, RanCall, RecordedRun, save
-from mpjax._diagnose.paths import is_inside, is_within
-from mpjax._diagnose.relative_errors import RelativeErrors, relative_errors
-from mpjax._diagnose.report import MOST, Report, Section, rest
+from mpjax._diagnose.compare.run import RanCall, RecordedRun, save
+from mpjax._diagnose.paths import is_inside
+from mpjax._diagnose.report import MOST, Report, Section, rest, some
 from mpjax._jaxpr.locations import Direction
 
 FACTOR = 10.0
@@ -26,10 +23,11 @@ FACTOR = 10.0
 _SHOWN = 40
 """The most rows that are printed. The attributes hold all."""
 
+LISTED = 4
+"""The most errors or shapes in a sentence."""
+
 _LONG = 12
 """The fewest characters of a shared path that is printed once for several rows."""
-
-CallKey: TypeAlias = tuple[str, Direction, int]
 
 Numbered: TypeAlias = Collection[tuple[str, Direction]]
 """The paths and passes with several calls, whose labels have the number of the call."""
@@ -65,24 +63,11 @@ class CompareRow(NamedTuple):
   zero_in_g: tuple[str, ...] = ()
 
 
-class _Error(NamedTuple):
+class Error(NamedTuple):
   """The relative error of an array or several, and whether it is inf because `g` has 0."""
 
   value: float
   is_zero_in_g: bool = False
-
-
-def _at(errors: RelativeErrors, index: tuple[int, ...]) -> _Error:
-  """Returns the error of one iteration."""
-  return _Error(float(errors.values[index]), bool(errors.of_zero[index]))
-
-
-class _Placed(NamedTuple):
-  """A row, and where it begins and ends in the order of execution."""
-
-  row: CompareRow
-  first: tuple[float, ...]
-  last: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -153,7 +138,7 @@ class CompareReport(Report):
     """
     # Matplotlib is optional and slow to import.
     plt = importlib.import_module("matplotlib.pyplot")
-    numbered = _numbered(self.rows)
+    numbered = numbered_paths(self.rows)
     rows = self.rows[:: len(self.rows) // 80 + 1]  # As many as can be read, evenly from all.
     # Thinning may drop the first module, which the picture marks. Keep the order of the rows.
     if self.first is not None and self.first not in rows:
@@ -194,20 +179,33 @@ class CompareReport(Report):
     shown = _shown(self.rows, self.first)
     # Without gradients, both columns are empty and therefore not shown.
     differentiated = any(not math.isnan(row.cotangent) for row in shown)
-    tree = _tree(shown, _numbered(self.rows))
-    rows = [(label, *self._cells(row, differentiated)) for label, row in tree]
-    lines = [self._verdict(), *self._differences(), *self.notes, *_omitted(self.rows, shown)]
+    rows: list[tuple[str, ...]] = []
+    for label, row in _tree(shown, numbered_paths(self.rows)):
+      # A folder has no numbers.
+      errors = ["", "", "", ""] if row is None else [_cell(row, name) for name in columns[1:-1]]
+      if not differentiated:
+        errors[2:] = "", ""
+      is_first = row is not None and row is self.first
+      rows.append((label, *errors, "first" if is_first else ""))
+
+    lines = [self._verdict()]
+    results = [
+      f"{path} {_text(Error(error, path in self.zero_in_g))}"
+      for path, error in self.results.items()
+    ]
+    if results:
+      lines.append(f"Errors of what they return: {some(results, LISTED)}.")
+    if self.arguments:
+      differing = [f"{name} {_text(Error(error))}" for name, error in self.arguments.items()]
+      lines.append(f"The arguments differ: {some(differing, LISTED)}.")
+    lines += self.notes
+    if left := len(self.rows) - len(shown):
+      equal = sum(map(_is_equal, self.rows)) - sum(map(_is_equal, shown))
+      end = f" Equal to the bit: {equal}." if equal else ""
+      lines.append(f"{left} rows more are in `.rows`.{end}")
     title = f"{self.names[0]} against {self.names[1]}"
     unmatched = Section("Not compared", (*self.unmatched[:MOST], *rest(self.unmatched)))
     return [Section(title, tuple(lines), columns, tuple(rows)), unmatched]
-
-  def _cells(self, row: CompareRow | None, differentiated: bool) -> tuple[str, ...]:
-    """Returns the cells of a row after the first one; empty ones for a line without numbers."""
-    if row is None:
-      return ("",) * 5
-    forward = [_cell(row, "output"), _cell(row, "inputs")]
-    backward = [_cell(row, "cotangent"), _cell(row, "gradient")] if differentiated else ["", ""]
-    return (*forward, *backward, "first" if row is self.first else "")
 
   def _verdict(self) -> str:
     # The three cases have the order of the rules of `first`.
@@ -216,316 +214,29 @@ class CompareReport(Report):
     none = f"No module has an error of more than {rule}."
     if row is None:
       return none
-    name = _label(row, row.path, _numbered(self.rows))
+    name = _label(row, row.path, numbered_paths(self.rows))
     output, inputs = _cell(row, "output"), _cell(row, "inputs")
-    if _is_above(row.output, row.inputs, self._least):
+    if is_above(row.output, row.inputs, self.spacing, self.arguments):
       errors = f"{output}, that of its inputs {inputs}"
       return f"They part at {name}: the error of its output is {errors}. It is more than {rule}."
-    if _is_own(row.output, row.inputs):
+    if is_own(row.output, row.inputs):
       text = f"They part at {name}: its inputs are equal to the bit, and the error of its output is"
       return f"{text} {output}. {none}"
     text = f"They part before {name}: the error of its inputs is {inputs}, and no module before it"
     return f"{text} has one like that. The code between is in no module that both have."
 
-  @property
-  def _least(self) -> float:
-    """The error that rounding makes."""
-    return max(self.spacing, *self.arguments.values(), 0.0)
 
-  def _differences(self) -> Iterator[str]:
-    results = [
-      f"{path} {_text(_Error(error, path in self.zero_in_g))}"
-      for path, error in self.results.items()
-    ]
-    if results:
-      yield f"Errors of what they return: {_some(results)}."
-    if self.arguments:
-      differing = [f"{name} {_text(_Error(error))}" for name, error in self.arguments.items()]
-      yield f"The arguments differ: {_some(differing)}."
-
-
-def compared(run: RecordedRun, reference: RecordedRun, spacing: float = 0.0) -> CompareReport:
-  """Returns the report of a run and the one that it is compared with.
-
-  Args:
-    run: the run.
-    reference: the other one.
-    spacing: at least the distance of numbers at 1, see `CompareReport`.
-
-  Returns:
-    The report.
-  """
-  errors = _Errors(run, reference)
-  # Calls are matched by path, pass and number. What remains is in one run alone.
-  others = {_key(call): call for call in reference.calls}
-  unmatched = list[str]()
-  placed: list[_Placed] = []
-  name_of = functools.partial(_name, numbered=_numbered([*run.calls, *reference.calls]))
-  for call in run.calls:
-    other = others.pop(_key(call), None)
-    if other is None:
-      unmatched.append(f"{name_of(call)} is only in {run.name}.")
-    else:
-      placed += errors.rows(call, other)
-      unmatched += _mismatches(call, other, name_of(call))
-  unmatched += [f"{name_of(call)} is only in {reference.name}." for call in others.values()]
-  arguments = {
-    name: x.value for name, x in errors.of(run.arguments, reference.arguments) if x.value > 0
-  }
-  results = dict(errors.of(run.results, reference.results))
-  # Rounding is meant where a policy asks for it, and differs between dtypes and machines.
-  is_meant = spacing > 0 or run.spacing != reference.spacing or run.machine != reference.machine
-  spacing = max(spacing, run.spacing, reference.spacing)
-  placed.sort(key=lambda each: each.first)
-  least = max(spacing, *arguments.values(), 0.0)  # The error of rounding, or of the arguments.
-  # An error far above rounding is the better evidence, so it is tried first.
-  first = _first(placed, functools.partial(_is_above, least=least))
-  if first is None and not is_meant and not arguments:
-    first = _first(placed, _is_own)
-  # Both runs often fail for the same reason, which is said once.
-  notes = dict.fromkeys(f"No gradients: {each.note}" for each in (run, reference) if each.note)
-  return CompareReport(
-    names=(run.name, reference.name),
-    rows=tuple(each.row for each in placed),
-    first=first,
-    results={path: error.value for path, error in results.items()},
-    arguments=arguments,
-    unmatched=tuple(unmatched),
-    spacing=spacing,
-    notes=tuple(notes),
-    run=run,
-    zero_in_g=tuple(path for path, error in results.items() if error.is_zero_in_g),
-  )
-
-
-def _key(call: RanCall) -> CallKey:
-  return call.path, call.direction, call.call
-
-
-def _name(call: RanCall, numbered: Numbered) -> str:
-  return call.path + _call_text(call, numbered)
-
-
-def _mismatches(call: RanCall, other: RanCall, name: str) -> Iterator[str]:
-  """Yields why all or some outputs of two calls cannot be compared."""
-  if _lengths(call) != _lengths(other):
-    yield f"{name}: its loops have {_lengths(call)} and {_lengths(other)} iterations."
-    return
-  # Order does not matter, because outputs are paired by maker and shape.
-  shapes = [sorted(value.shape for value in each.outputs) for each in (call, other)]
-  if shapes[0] != shapes[1]:
-    both = " and ".join(map(_shapes, shapes))
-    yield f"{name}: its outputs have the shapes {both}."
-
-
-def _lengths(call: RanCall) -> tuple[int, ...]:
-  return tuple(loop.length for loop in call.loops)
-
-
-def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
-  return _some([str([*shape]) for shape in shapes])
-
-
-def _some(texts: Sequence[str]) -> str:
-  more = len(texts) - 4
-  first = ", ".join(texts[:4])
-  return f"{first} and {more} more" if more > 0 else first
-
-
-class _Errors(NamedTuple):
-  """Two runs whose arrays are compared."""
-
-  run: RecordedRun
-  reference: RecordedRun
-
-  def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, _Error]]:
-    """Yields the names and errors of arrays that both runs have."""
-    # Only names in both are compared. `unmatched` is about modules.
-    for name in keys:
-      pair = self._pair(keys[name], others.get(name, ""))
-      if pair is not None and pair[0].shape == pair[1].shape:
-        yield name, _at(relative_errors([pair]), ())
-
-  def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
-    """Yields a row for each iteration of a call that both runs have."""
-    lengths = _lengths(call)
-    outputs = _alike(call.outputs, other.outputs)
-    if lengths != _lengths(other) or not outputs:
-      return
-    output = self._output(outputs, call, lengths)
-    pairs = ((a.key, b.key) for a, b in _alike(call.inputs, other.inputs))
-    # A call that takes only arguments of the function has exact inputs.
-    inputs = self._largest(pairs, lengths) if call.inputs else _same_everywhere(0.0, lengths)
-    pairs = ((a.cotangent, b.cotangent) for a, b in outputs)
-    cotangent = self._largest(pairs, lengths)
-    # Outside of loops there is one empty index, and so one row.
-    for index in np.ndindex(lengths):
-      gradient = _Error(math.nan)
-      # The gradient of a shared parameter is a sum over its calls. Only the first call shows it.
-      if call.direction == "forward" and call.call == 0:
-        gradient = self._gradient(call.path, index)
-      errors = {
-        "output": _at(output, index),
-        "inputs": _at(inputs, index),
-        "cotangent": _at(cotangent, index),
-        "gradient": gradient,
-      }
-      row = CompareRow(
-        path=call.path,
-        call=call.call,
-        iteration=index,
-        **{name: error.value for name, error in errors.items()},
-        direction=call.direction,
-        zero_in_g=tuple(name for name, error in errors.items() if error.is_zero_in_g),
-      )
-      order = _order(call.loops, index)
-      # If two calls end with the same step, the inner call comes first. Its path is longer.
-      last = (*order, call.last, math.inf, -len(call.path))
-      yield _Placed(row, (*order, call.first, -1, len(call.path)), last)
-
-  def _output(
-    self, outputs: Iterable[tuple[Kept, Kept]], call: RanCall, lengths: tuple[int, ...]
-  ) -> RelativeErrors:
-    """Returns the error of the outputs of a call, for each iteration."""
-    keys = [(a.key, b.key) for a, b in outputs]
-    if call.direction == "forward":
-      return self._largest(keys, lengths)
-    # Outputs of a backward pass include gradients that are 0 except for rounding. Such a gradient
-    # alone would have a huge relative error.
-    pairs = [self._pair(*each) for each in keys]
-    return relative_errors([pair for pair in pairs if pair is not None], len(lengths))
-
-  def _pair(self, key: str, other: str) -> tuple[NumpyArray, NumpyArray] | None:
-    a, b = self.run.arrays.get(key), self.reference.arrays.get(other)
-    return None if a is None or b is None else (a, b)
-
-  def _largest(self, keys: Iterable[tuple[str, str]], lengths: tuple[int, ...]) -> RelativeErrors:
-    """Returns the largest error of some pairs, for each iteration; NaN without pairs."""
-    pairs = (self._pair(*each) for each in keys)
-    errors = [relative_errors([pair], len(lengths)) for pair in pairs if pair is not None]
-    if not errors:
-      return _same_everywhere(math.nan, lengths)
-    # Report "0 in g" only if no error is inf for another reason, such as an overflow.
-    zero = [each.of_zero | np.isfinite(each.values) for each in errors]
-    largest = np.max([each.values for each in errors], axis=0)
-    return RelativeErrors(largest, np.isinf(largest) & np.all(zero, axis=0))
-
-  def _gradient(self, path: str, index: tuple[int, ...]) -> _Error:
-    """Returns the error of the gradients of a module, and of those inside, in an iteration."""
-    # Gradients are matched by the path of the parameter, and belong to its first reader.
-    others = {each.leaf: each for each in self.reference.gradients}
-    pairs: list[tuple[NumpyArray, NumpyArray]] = []
-    for each in self.run.gradients:
-      if not is_within(each.path, path) or each.leaf not in others:
-        continue
-      pair = self._pair(each.key, others[each.leaf].key)
-      part = None if pair is None else _part(each, pair, index)
-      if part is not None:
-        pairs.append(part)
-    return _at(relative_errors(pairs), ()) if pairs else _Error(math.nan)
-
-
-def _part(
-  gradient: Gradient, pair: tuple[NumpyArray, NumpyArray], index: tuple[int, ...]
-) -> tuple[NumpyArray, NumpyArray] | None:
-  """Returns the gradients of one iteration, of a parameter that both runs have."""
-  if pair[0].shape != pair[1].shape:
-    return None
-  # Each iteration of a scan over layers has its own slice of the gradient.
-  if gradient.stacked and len(index) == gradient.stacked:
-    return pair[0][index], pair[1][index]
-  # A parameter that all iterations share is in the row of the first iteration.
-  return None if any(index) else pair
-
-
-def _alike(values: Sequence[Kept], others: Sequence[Kept]) -> list[tuple[Kept, Kept]]:
-  """Returns the values of two calls that are the same: of one maker and shape, or of one shape."""
-  # The maker identifies a value. If code between modules differs, the shape is the next best sign.
-  pairs = [*_paired(values, others, _by_maker)]
-  own, theirs = ({pair[side] for pair in pairs} for side in (0, 1))
-  left = [x for x in values if x not in own], [x for x in others if x not in theirs]
-  return [*pairs, *_paired(*left, _by_shape)]
-
-
-def _paired(
-  values: Sequence[Kept], others: Sequence[Kept], same: Callable[[Kept], object]
-) -> Iterator[tuple[Kept, Kept]]:
-  """Yields pairs for which `same` returns the same, in order, if there are as many in both."""
-  for kind in dict.fromkeys(map(same, values)):
-    own, theirs = ([x for x in each if same(x) == kind] for each in (values, others))
-    # Different counts leave open which values belong together.
-    if len(own) == len(theirs):
-      yield from zip(own, theirs, strict=True)
-
-
-def _by_maker(value: Kept) -> tuple[str, tuple[int, ...]]:
-  return value.maker, value.shape
-
-
-def _by_shape(value: Kept) -> tuple[int, ...]:
-  return value.shape
-
-
-def _same_everywhere(error: float, lengths: tuple[int, ...]) -> RelativeErrors:
-  return RelativeErrors(np.full(lengths, error), np.zeros(lengths, bool))
-
-
-def _order(loops: Sequence[Loop], index: Sequence[int]) -> tuple[float, ...]:
-  """Returns when an iteration runs: numbers of loops, and how many iterations come before."""
-  pairs = zip(loops, index, strict=True)
-  # The index is the position along the axis. A reverse scan begins with the last one.
-  places = ((loop.number, loop.length - 1 - i if loop.reverse else i) for loop, i in pairs)
-  return tuple(itertools.chain(*places))
-
-
-def _is_above(error: float, others: float, least: float) -> bool:
+def is_above(error: float, others: float, spacing: float, arguments: Mapping[str, float]) -> bool:
   """Whether an error is far above the others and above rounding; false if the others are NaN."""
+  # Rounding makes an error of the spacing, or of the arguments.
+  least = max(spacing, *arguments.values(), 0.0)
   # `np.maximum` passes on NaN, and a comparison with NaN is false. Python's `max` would drop NaN.
   return bool(error > FACTOR * np.maximum(others, least))
 
 
-def _is_own(error: float, others: float) -> bool:
+def is_own(error: float, others: float) -> bool:
   """Whether there is an error although all is equal to the bit before."""
   return error > 0 and others == 0
-
-
-class _Event(NamedTuple):
-  """The beginning or the end of a call, in the order of execution."""
-
-  when: tuple[float, ...]
-  ends: bool
-  row: CompareRow
-
-
-def _first(placed: Sequence[_Placed], parts: Callable[[float, float], bool]) -> CompareRow | None:
-  """Returns the row of the module where two runs part, or before which they do.
-
-  Args:
-    placed: all rows.
-    parts: whether an error shows that the runs part, given the error before.
-  """
-  # Modules are nested, so their beginnings and ends are sorted together.
-  events = [_Event(each.first, False, each.row) for each in placed]
-  events += [_Event(each.last, True, each.row) for each in placed]
-  largest = 0.0
-  parted = list[CompareRow]()
-  is_backward = False
-  # At one time, beginnings come before ends. The row is no part of the order.
-  for event in sorted(events, key=lambda event: event[:2]):
-    row = event.row
-    # After the forward pass, inputs are also cotangents, which no module has returned.
-    is_backward |= row.direction == "backward"
-    if event.ends and parts(row.output, row.inputs):
-      # The parted inputs of modules inside come from the code of this module.
-      outside = (each for each in parted if not _is_inside(each, row))
-      return next(outside, row)
-    if event.ends:
-      # Later inputs may have the largest error of any output so far.
-      largest = max(largest, row.output)
-    elif not is_backward and parts(row.inputs, largest):
-      # No module before has such an error, so it comes from code between the modules.
-      parted.append(row)
-  return next(iter(parted), None)
 
 
 def _shown(rows: Sequence[CompareRow], first: CompareRow | None) -> list[CompareRow]:
@@ -554,14 +265,6 @@ def _is_equal(row: CompareRow) -> bool:
   return row.output == 0 and not row.inputs > 0
 
 
-def _omitted(rows: Sequence[CompareRow], shown: Sequence[CompareRow]) -> Iterator[str]:
-  """Yields how many rows are not printed, and how many of these have equal outputs."""
-  left = len(rows) - len(shown)
-  equal = sum(map(_is_equal, rows)) - sum(map(_is_equal, shown))
-  if left:
-    yield f"{left} rows more are in `.rows`." + (f" Equal to the bit: {equal}." if equal else "")
-
-
 def _tree(
   rows: Sequence[CompareRow],
   numbered: Numbered,
@@ -581,11 +284,11 @@ def _tree(
   while rows:
     first = rows[0]
     # Rows are in the order of execution, so those inside of a module follow it directly.
-    inside = [*itertools.takewhile(functools.partial(_is_inside, other=first), rows[1:])]
+    inside = [*itertools.takewhile(functools.partial(is_in_module, other=first), rows[1:])]
     after = rows[1 + len(inside) :]
     folder = _shared_folder([first, *after], path)
     if folder:  # A long path that several rows begin with is a line of its own.
-      below = [*itertools.takewhile(functools.partial(_is_in_folder, folder=folder), rows)]
+      below = _below(rows, folder)
       yield "  " * depth + folder.removeprefix(path), None
       yield from _tree(below, numbered, around, folder, depth + 1)
       rows = rows[len(below) :]
@@ -598,32 +301,29 @@ def _tree(
     rows = after
 
 
-def _is_in_folder(row: CompareRow, folder: str) -> bool:
-  return row.path.startswith(folder)
+def _below(rows: Sequence[CompareRow], folder: str) -> list[CompareRow]:
+  """Returns the first rows, as far as they are in a folder."""
+  return [*itertools.takewhile(lambda row: row.path.startswith(folder), rows)]
 
 
 def _shared_folder(rows: Sequence[CompareRow], outer: str) -> str:
   """Returns a long path that the first rows begin with; "" if they share none beyond `outer`."""
-  for folder in _folders(rows[0].path):
+  # The beginnings of a path, up to each slash.
+  names = rows[0].path.split("/")
+  folders = ["/".join(names[:end]) + "/" for end in range(1, len(names))]
+  for folder in folders:
     # A short folder does not justify a line of its own.
     if len(folder) - len(outer) < _LONG:
       continue
-    below = [*itertools.takewhile(functools.partial(_is_in_folder, folder=folder), rows)]
+    below = _below(rows, folder)
     if len(below) < 2:
       return ""
     # The same rows may share a longer path, which saves more space.
-    shared = [each for each in _folders(rows[0].path) if all(_is_in_folder(x, each) for x in below)]
-    return shared[-1]
+    return [each for each in folders if len(_below(below, each)) == len(below)][-1]
   return ""
 
 
-def _folders(path: str) -> Iterator[str]:
-  """Yields the beginnings of a path, up to each slash."""
-  names = path.split("/")
-  return ("/".join(names[:end]) + "/" for end in range(1, len(names)))
-
-
-def _is_inside(row: CompareRow, other: CompareRow) -> bool:
+def is_in_module(row: CompareRow, other: CompareRow) -> bool:
   """Whether a row is of a module inside of another one, in the same iteration and pass."""
   # A module in a loop has more iterations than the module around the loop.
   same = row.iteration[: len(other.iteration)] == other.iteration
@@ -634,10 +334,10 @@ def _label(row: CompareRow, name: str, numbered: Numbered) -> str:
   """Returns the first cell of a row, with its path or the rest of it as its name."""
   iteration = "".join(f"[{i}]" for i in row.iteration)
   direction = " backward" if row.direction == "backward" else ""
-  return name + iteration + _call_text(row, numbered) + direction
+  return name + iteration + call_text(row, numbered) + direction
 
 
-def _numbered(calls: Iterable[CompareRow | RanCall]) -> Numbered:
+def numbered_paths(calls: Iterable[CompareRow | RanCall]) -> Numbered:
   """Returns the paths that several calls have."""
   numbers = collections.defaultdict[tuple[str, Direction], set[int]](set)
   for each in calls:
@@ -645,17 +345,17 @@ def _numbered(calls: Iterable[CompareRow | RanCall]) -> Numbered:
   return {path for path, every in numbers.items() if len(every) > 1}
 
 
-def _call_text(call: CompareRow | RanCall, numbered: Numbered) -> str:
+def call_text(call: CompareRow | RanCall, numbered: Numbered) -> str:
   """Returns the number of a call for a label, from 1; "" if its path has no other call."""
   return f" (call {call.call + 1})" if (call.path, call.direction) in numbered else ""
 
 
 def _cell(row: CompareRow, name: str) -> str:
   """Returns the cell of a column with an error."""
-  return _text(_Error(getattr(row, name), name in row.zero_in_g))
+  return _text(Error(getattr(row, name), name in row.zero_in_g))
 
 
-def _text(error: _Error) -> str:
+def _text(error: Error) -> str:
   if math.isnan(error.value):
     return "-"
   if error.is_zero_in_g:

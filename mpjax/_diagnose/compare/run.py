@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import REFUSALS, MpjaxValueError
-from mpjax._core.types import Array, DType, Function, NumpyArray, is_inexact
-from mpjax._diagnose.call import Argument, Call, compiled_as_written
+from mpjax._core.types import Array, Function, NumpyArray, is_inexact
+from mpjax._diagnose.call import Call, compiled_as_written
 from mpjax._diagnose.compare.modules import MOST, ComparedCall, Loop, Modules, find_modules, most_of
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.graph import Graph
@@ -139,23 +139,23 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
   operands = [jnp.asarray(x) for x in call.arrays]
   # JAX differentiates by floating arguments only. A counter in the first argument is none.
   moving = [i for i in weights if is_inexact(operands[i])]
+  # Only a loss has one cotangent to start from.
   is_loss = bool(moving) and call.returned_loss(program, results)
-  recording = _Recording(body, modules, moving)
-  ran, note = _run(recording, operands, is_loss)
-  paths = {"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)}
+  ran, note = _run(body, modules, operands, moving if is_loss else [])
   # One flat mapping of arrays is what `numpy.savez` stores. Prefixes keep the kinds apart.
   arrays = {f"value/{slot}": x for slot, x in ran.seen.items()}
   arrays |= {f"cotangent/{root}": x for root, x in ran.cotangents.items()}
   arrays |= {f"result/{i}": _sampled(x, MOST) for i, x in enumerate(ran.results)}
   arrays |= {f"argument/{i}": _sampled(x, MOST) for i, x in enumerate(operands)}
-  # A function without gradients has an empty list here.
-  arrays |= {f"gradient/{i}": x for i, x in zip(moving, ran.gradients, strict=False)}
+  arrays |= {f"gradient/{i}": x for i, x in ran.gradients.items()}
   return RecordedRun(
     name=name,
-    calls=tuple(map(functools.partial(_ran, modules), modules.calls)),
-    gradients=_gradients(modules, arguments, moving if ran.gradients else ()),
+    calls=tuple(_ran_call(modules, each) for each in modules.calls),
+    gradients=tuple(
+      Gradient(f"gradient/{i}", arguments[i].name, *modules.reader(i)) for i in ran.gradients
+    ),
     arguments={each.name: f"argument/{i}" for i, each in enumerate(arguments)},
-    results=paths,
+    results={"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)},
     spacing=_spacing(program),
     note=note,
     arrays={key: _on_host(x) for key, x in arrays.items() if is_inexact(x)},
@@ -163,31 +163,80 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
   )
 
 
-def _machine(operands: Sequence[Array]) -> str:
-  """Returns the versions and devices on which rounding depends."""
-  devices = {d.device_kind for x in operands for d in x.devices()} or {jax.devices()[0].device_kind}
-  # XLA, the processor and the device choose the order of sums, and so the rounding.
-  versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
-  return " ".join([*versions, platform.processor() or platform.machine(), *sorted(devices)])
+class _Ran(NamedTuple):
+  """What a function returned, and what was seen while it ran.
+
+  Fields:
+    results: what the function returned, flat.
+    seen: the kept values, by value; loops around a value are its first axes.
+    gradients: of parameters, by their position; {} without derivatives.
+    cotangents: of the outputs of modules, by value before casts.
+  """
+
+  results: list[Array]
+  seen: Mapping[int, Array]
+  gradients: Mapping[int, Array]
+  cotangents: Mapping[int, Array]
 
 
-def _spacing(program: ClosedJaxpr) -> float:
-  """Returns the distance from 1 to the next number of the dtype that most matmuls run in."""
-  flops = collections.Counter[float]()
-  for _, dtype, count in Graph(program).matmuls():
-    flops[_spacing_of(dtype)] += count
-  # Of two with as many FLOPs, the lower precision.
-  return max(flops, key=lambda eps: (flops[eps], eps), default=float(jnp.finfo(jnp.float32).eps))
+def _run(
+  body: Body, modules: Modules, operands: Sequence[Array], moving: Sequence[int]
+) -> tuple[_Ran, str]:
+  """Returns the kept values of one run, and why there are no gradients.
+
+  Args:
+    body: the steps of the function.
+    modules: their modules.
+    operands: the arguments.
+    moving: the positions of the arguments by which a loss is differentiated; () if it is no loss.
+  """
+  # Keep only what modules return and take. All values would not fit in memory.
+  kept = {slot for each in modules.calls for slot in each.values()}
+
+  def forward(operands: Sequence[Array], taps: Mapping[int, Array]) -> _Ran:
+    results, seen = run(body, operands, _Recorder(modules, kept, taps))
+    return _Ran([*map(jnp.asarray, results)], seen, {}, {})
+
+  def differentiated(operands: Sequence[Array]) -> _Ran:
+    def loss(moved: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Array, _Ran]:
+      # The other arguments are constants of the derivative, such as integers and data.
+      replaced = dict(zip(moving, moved, strict=True))
+      ran = forward([replaced.get(i, x) for i, x in enumerate(operands)], taps)
+      return ran.results[0], ran
+
+    taps: dict[int, Array] = {}
+    # Values of a backward pass are gradients already.
+    calls = (call for call in modules.calls if call.direction == "forward")
+    for root in {root for call in calls for root in call.outputs}:
+      loops = modules.loops.get(root)
+      if loops is None:
+        continue  # Each device of a `shard_map` has a value of its own.
+      aval = modules.avals[root]
+      sampled = functools.partial(_sampled, most=modules.limit(root))
+      # The tap has the shape of the sample, which is the shape of its gradient.
+      like = jax.eval_shape(sampled, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+      taps[root] = jnp.zeros((*(loop.length for loop in loops), *like.shape), like.dtype)
+    # One backward pass computes the gradients of the parameters and of the taps.
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, ran), (gradients, cotangents) = differentiate([operands[i] for i in moving], taps)
+    of_parameters: dict[int, Array] = {}
+    for i, x in zip(moving, gradients, strict=True):
+      # The gradient of a stacked parameter is sampled within each layer.
+      lead = modules.reader(i).stacked
+      of_parameters[i] = _sampled(x, most_of(math.prod(x.shape[:lead])), lead)
+    return ran._replace(gradients=of_parameters, cotangents=cotangents)
+
+  note = ""
+  if moving:
+    try:
+      return compiled_as_written(differentiated)(operands), note
+    # JAX cannot differentiate a `while` in reverse mode, for example. Compare the values then.
+    except REFUSALS as error:
+      note = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+  return compiled_as_written(lambda operands: forward(operands, {}))(operands), note
 
 
-def _spacing_of(dtype: DType) -> float:
-  """Returns the distance from 1 to the next number; integers are scaled to at most 1."""
-  if jnp.issubdtype(dtype, jnp.integer):
-    return 1 / float(jnp.iinfo(dtype).max)
-  return float(jnp.finfo(dtype).eps)
-
-
-def _ran(modules: Modules, call: ComparedCall) -> RanCall:
+def _ran_call(modules: Modules, call: ComparedCall) -> RanCall:
   def kept(values: Mapping[int, int]) -> tuple[Kept, ...]:
     # A value that leaves a loop, or enters it, is in another number of loops than the call.
     own = [pair for pair in values.items() if modules.loops.get(pair[1], ()) == call.loops]
@@ -206,16 +255,24 @@ def _ran(modules: Modules, call: ComparedCall) -> RanCall:
   return RanCall(*fields, outputs, inputs)
 
 
-def _gradients(
-  modules: Modules, arguments: Sequence[Argument], moving: Sequence[int]
-) -> tuple[Gradient, ...]:
-  gradients: list[Gradient] = []
-  for i in moving:
-    reader = modules.readers.get(i)
-    # A parameter that nothing computes with belongs to no module. Its gradient is 0.
-    path, stacked = ("", 0) if reader is None else reader
-    gradients.append(Gradient(f"gradient/{i}", arguments[i].name, path, stacked))
-  return tuple(gradients)
+def _spacing(program: ClosedJaxpr) -> float:
+  """Returns the distance from 1 to the next number of the dtype that most matmuls run in."""
+  flops = collections.Counter[float]()
+  for _, dtype, count in Graph(program).matmuls():
+    # Integers are scaled to at most 1.
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    spacing = 1 / float(jnp.iinfo(dtype).max) if is_integer else float(jnp.finfo(dtype).eps)
+    flops[spacing] += count
+  # Of two with as many FLOPs, the lower precision.
+  return max(flops, key=lambda eps: (flops[eps], eps), default=float(jnp.finfo(jnp.float32).eps))
+
+
+def _machine(operands: Sequence[Array]) -> str:
+  """Returns the versions and devices on which rounding depends."""
+  devices = {d.device_kind for x in operands for d in x.devices()} or {jax.devices()[0].device_kind}
+  # XLA, the processor and the device choose the order of sums, and so the rounding.
+  versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
+  return " ".join([*versions, platform.processor() or platform.machine(), *sorted(devices)])
 
 
 def _on_host(x: Array) -> NumpyArray:
@@ -285,12 +342,12 @@ class _Recorder(Observer):
 
   def after(self, step: Step, outs: list[Any]) -> list[Any]:
     # Later steps must read the tapped value. Otherwise its cotangent would be 0.
-    outs = [self._tap(slot, x) for slot, x in zip(step.outs, outs, strict=True)]
+    outs = [
+      _tapped(x, self.taps[slot], self.modules.limit(slot)) if slot in self.taps else x
+      for slot, x in zip(step.outs, outs, strict=True)
+    ]
     self._keep(step.outs, outs)
     return outs
-
-  def _tap(self, slot: int, x: Array) -> Array:
-    return _tapped(x, self.taps[slot], self.modules.limit(slot)) if slot in self.taps else x
 
   def inside(self, seen: Mapping[int, Array]) -> None:
     self.seen.update(seen)
@@ -307,85 +364,6 @@ class _Recorder(Observer):
     for slot, x in zip(slots, values, strict=True):
       if slot in self.kept:
         self.seen[slot] = _sampled(jnp.asarray(x), self.modules.limit(slot))
-
-
-Seen: TypeAlias = dict[int, Array]
-
-
-class _Ran(NamedTuple):
-  results: list[Array]  # what the function returned, flat
-  seen: Seen  # the kept values, by value; loops around a value are its first axes
-  gradients: list[Array]  # of the moving parameters, in order; [] without derivatives
-  cotangents: Seen  # of the outputs of modules, by value before casts
-
-
-class _Recording(NamedTuple):
-  """A function to run: its steps, their modules, and the positions of the parameters."""
-
-  body: Body
-  modules: Modules
-  moving: Sequence[int]
-
-  def forward(self, operands: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Any, Seen]:
-    # Keep only what modules return and take. All values would not fit in memory.
-    kept = {slot for each in self.modules.calls for slot in each.values()}
-    return run(self.body, operands, _Recorder(self.modules, kept, taps))
-
-  def alone(self, operands: Sequence[Array]) -> _Ran:
-    """Returns the results and the kept values."""
-    results, seen = self.forward(operands, {})
-    return _Ran([*map(jnp.asarray, results)], seen, [], {})
-
-  def differentiated(self, operands: Sequence[Array]) -> _Ran:
-    """Returns the results, the kept values, and the gradients of parameters and values."""
-
-    def loss(moving: Sequence[Array], taps: Mapping[int, Array]) -> tuple[Array, Any]:
-      # The other arguments are constants of the derivative, such as integers and data.
-      replaced = dict(zip(self.moving, moving, strict=True))
-      results, seen = self.forward([replaced.get(i, x) for i, x in enumerate(operands)], taps)
-      return results[0], ([*map(jnp.asarray, results)], seen)
-
-    # One backward pass computes the gradients of the parameters and of the taps.
-    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    moving = [operands[i] for i in self.moving]
-    (_, (results, seen)), (gradients, cotangents) = differentiate(moving, self.taps())
-    # The gradient of a stacked parameter is sampled within each layer.
-    readers = (self.modules.readers.get(i) for i in self.moving)
-    stacked = [0 if reader is None else reader.stacked for reader in readers]
-    kept = [
-      _sampled(x, most_of(math.prod(x.shape[:lead])), lead)
-      for x, lead in zip(gradients, stacked, strict=True)
-    ]
-    return _Ran(results, seen, kept, cotangents)
-
-  def taps(self) -> Seen:
-    """Returns zeros of the shapes of the gradients of the outputs of modules."""
-    taps: Seen = {}
-    # Values of a backward pass are gradients already.
-    calls = (call for call in self.modules.calls if call.direction == "forward")
-    for root in {root for call in calls for root in call.outputs}:
-      loops = self.modules.loops.get(root)
-      if loops is None:
-        continue  # Each device of a `shard_map` has a value of its own.
-      aval = self.modules.avals[root]
-      kept = functools.partial(_sampled, most=self.modules.limit(root))
-      # The tap has the shape of the sample, which is the shape of its gradient.
-      like = jax.eval_shape(kept, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-      taps[root] = jnp.zeros((*(loop.length for loop in loops), *like.shape), like.dtype)
-    return taps
-
-
-def _run(recording: _Recording, operands: Sequence[Array], is_loss: bool) -> tuple[_Ran, str]:
-  """Returns the kept values of one run, and why there are no gradients."""
-  # Only a loss has one cotangent to start from.
-  if not is_loss:
-    return compiled_as_written(recording.alone)(operands), ""
-  try:
-    return compiled_as_written(recording.differentiated)(operands), ""
-  # JAX cannot differentiate a `while` in reverse mode, for example. Compare the values then.
-  except REFUSALS as error:
-    why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-  return compiled_as_written(recording.alone)(operands), why
 
 
 def save(run: RecordedRun, path: str | os.PathLike[str]) -> None:

@@ -25,46 +25,54 @@ class Advice(NamedTuple):
   cure: str  # a line of code
 
 
-class Alternatives(NamedTuple):
-  """Measurements of the operation, and of the operations before it."""
-
-  in_float32: Range  # the result if the operation runs in float32
-  rounded: Operation | None  # the last low-precision operation before one of linear algebra
-  code: str  # runs that, or else the operation, in float32, and begins a comment
-
-
 _AROUND = "# as the operand, or divisor, of this line, and a jnp.where around its result"
 
 
-def advice(report: NonfiniteReport, alternatives: Alternatives) -> Advice:
-  """Returns why the result of an operation is not finite, and what to change."""
-  result = report.result or alternatives.in_float32
+def advice(
+  report: NonfiniteReport, in_float32: Range, rounded: Operation | None, code: str
+) -> Advice:
+  """Returns why the result of an operation is not finite, and what to change.
+
+  Args:
+    report: what is known of the operation.
+    in_float32: its result if it runs in float32.
+    rounded: the last low-precision operation before one of linear algebra.
+    code: runs that, or else the operation, in float32, and begins a comment.
+  """
+  result = report.result or in_float32
+  dtype = result.dtype
   # The order matters: a smaller scale is the simplest cure, and operands come before results.
-  nonfinite = [each for each in report.operands if each.inf or each.nan]
-  wide = alternatives.in_float32
-  # Float32 need not make everything finite: a mask may hold other infs.
-  fewer_in_float32 = wide.inf + wide.nan < result.inf + result.nan
   if report.finite_at is not None:
-    return _smaller_scale(report, report.finite_at, result)
+    exponent = power(report.finite_at)
+    # A scale by hand is a number in the code. A state of mpjax is changed by `set_loss_scale`.
+    if report.step is None:
+      cure = f"loss_scale = {report.finite_at:g}  # {exponent}, or mpjax.DynamicLossScale()"
+    else:
+      call = f"opt_state = mpjax.states.set_loss_scale(opt_state, {report.finite_at:g})"
+      cure = f"{call}  # {exponent}; DynamicLossScale gets there by itself"
+    return Advice(f"It overflows {dtype} at this loss scale.", cure)
+  nonfinite = [each for each in report.operands if each.inf or each.nan]
   if nonfinite:
     return _of_nonfinite_operands(report, result, nonfinite)
-  if is_low_precision(jnp.dtype(result.dtype)) and fewer_in_float32:
-    return _of_low_precision(result, alternatives)
-  if alternatives.rounded is not None:
-    return _of_rounding(report, alternatives.rounded, alternatives.code)
+  # Float32 need not make everything finite: a mask may hold other infs.
+  fewer_in_float32 = in_float32.inf + in_float32.nan < result.inf + result.nan
+  if is_low_precision(jnp.dtype(dtype)) and fewer_in_float32:
+    return Advice(
+      f"It overflows {dtype}: in float32 the largest of these values is {in_float32.most:.3g}, "
+      f"and {dtype} ends at {_largest(dtype):.5g}. Later casts to {dtype} may overflow too. "
+      "Bfloat16 has the range of float32.",
+      f'{code} or the policy "mixed_bfloat16"',
+    )
+  # Rounding may have made a matrix singular or indefinite.
+  if rounded is not None:
+    # `rounded` has a low-precision operand or result.
+    low = next(v.dtype for v in (*rounded.results, *rounded.operands) if v.is_low)
+    return Advice(
+      f"{report.operation} is not defined for these operands, as for a matrix without an inverse. "
+      f"Rounding may be why: they come from {rounded.name} of {rounded.where.path}, in {low}.",
+      f"{code} or x + epsilon * jnp.eye(n)",
+    )
   return _of_values(report, result)
-
-
-def _smaller_scale(report: NonfiniteReport, finite_at: float, result: Range) -> Advice:
-  cause = f"It overflows {result.dtype} at this loss scale."
-  exponent = power(finite_at)
-  # A scale by hand is a number in the code. A state of mpjax is changed by `set_loss_scale`.
-  if report.step is None:
-    cure = f"loss_scale = {finite_at:g}  # {exponent}, or mpjax.DynamicLossScale()"
-  else:
-    call = f"opt_state = mpjax.states.set_loss_scale(opt_state, {finite_at:g})"
-    cure = f"{call}  # {exponent}; DynamicLossScale gets there by itself"
-  return Advice(cause, cure)
 
 
 def _of_nonfinite_operands(
@@ -100,37 +108,24 @@ def _of_nonfinite_operands(
   )
 
 
-def _of_low_precision(result: Range, alternatives: Alternatives) -> Advice:
-  dtype = result.dtype
-  largest = alternatives.in_float32.most
-  return Advice(
-    f"It overflows {dtype}: in float32 the largest of these values is {largest:.3g}, "
-    f"and {dtype} ends at {_largest(dtype):.5g}. Later casts to {dtype} may overflow too. Bfloat16 "
-    "has the range of float32.",
-    f'{alternatives.code} or the policy "mixed_bfloat16"',
-  )
-
-
-def _of_rounding(report: NonfiniteReport, rounded: Operation, code: str) -> Advice:
-  """Returns advice on linear algebra: rounding may have made a matrix singular or indefinite."""
-  # `_rounded_before` chose an operation with a low-precision operand or result.
-  low = next(v for v in (*rounded.results, *rounded.operands) if v.is_low)
-  return Advice(
-    f"{report.operation} is not defined for these operands, as for a matrix without an inverse. "
-    f"Rounding may be why: they come from {rounded.name} of {rounded.where.path}, in {low.dtype}.",
-    f"{code} or x + epsilon * jnp.eye(n)",
-  )
-
-
 def _of_values(report: NonfiniteReport, result: Range) -> Advice:
   """Returns advice on operands that are out of the domain, or too large, in every precision."""
   # An unknown operand, as of a sum or a matmul, has the value NaN.
   values = [each.value for each in report.operands if not math.isnan(each.value)]
-  kind = _kind_of_number(result)
+  # The element that broke.
+  kind = "-inf" if result.value < 0 else "inf"
+  if result.nan and math.isnan(result.value):
+    kind = "NaN"
   shown = " and ".join(f"{x:.3g}" for x in values) if values else "these operands"
   text = f"{report.operation} of {shown}"
   if _overflows(report, result, values, kind):
-    return _of_overflow(report, text, result.dtype)
+    # `exp` of a large number is most often a softmax without its maximum subtracted.
+    if report.operation == p.exp_p.name:
+      cure = "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
+    else:
+      cure = "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
+    dtype = result.dtype
+    return Advice(f"{text} overflows {dtype}, which ends at {_largest(dtype):.3g}.", cure)
   if not values:
     return Advice(
       f"{text} is {kind}: not defined, as of a matrix without an inverse, or beyond its dtype.",
@@ -140,13 +135,6 @@ def _of_values(report: NonfiniteReport, result: Range) -> Advice:
   is_known = 0 in values and report.direction == "forward"
   selection = "x != 0, x, 1" if is_known else "allowed, x, safe"
   return Advice(f"{text} is {kind} in every precision.", f"jnp.where({selection})  {_AROUND}")
-
-
-def _kind_of_number(result: Range) -> str:
-  """Returns the text of the element that broke: "NaN", "inf" or "-inf"."""
-  if result.nan and math.isnan(result.value):
-    return "NaN"
-  return "-inf" if result.value < 0 else "inf"
 
 
 def _overflows(report: NonfiniteReport, result: Range, values: Sequence[float], kind: str) -> bool:
@@ -164,16 +152,6 @@ def _overflows(report: NonfiniteReport, result: Range, values: Sequence[float], 
   # Such numbers overflow nowhere, so an inf of them is a pole.
   is_ordinary = all(1e-3 < abs(x) <= 1 for x in values)
   return kind != "NaN" and 0 not in values and not is_ordinary
-
-
-def _of_overflow(report: NonfiniteReport, text: str, dtype: str) -> Advice:
-  cause = f"{text} overflows {dtype}, which ends at {_largest(dtype):.3g}."
-  # `exp` of a large number is most often a softmax without its maximum subtracted.
-  if report.operation == p.exp_p.name:
-    cure = "jnp.exp(x - jnp.max(x))  # in a softmax; else jnp.minimum(x, limit) before it"
-  else:
-    cure = "jnp.clip(x, -limit, limit)  # of the operands, or another learning rate"
-  return Advice(cause, cure)
 
 
 def _largest(dtype: str) -> float:

@@ -1,5 +1,6 @@
 """`find_nonfinite`: where the first inf or NaN came from."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from mpjax._autocast.scopes import REGION
@@ -19,16 +19,17 @@ from mpjax._core.errors import check_call
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
 from mpjax._diagnose.call import Call, compiled_as_written, is_array
 from mpjax._diagnose.nonfinite import probes
-from mpjax._diagnose.nonfinite.cause import Alternatives, advice
+from mpjax._diagnose.nonfinite.cause import advice
 from mpjax._diagnose.nonfinite.report import NonfiniteReport, Range
+from mpjax._diagnose.nonfinite.uses import Uses, is_inexact, uses_of
 from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.paths import rule_paths_of, selector
 from mpjax._diagnose.report import Advance, Pending
-from mpjax._jaxpr.graph import Graph, Operation, Value
+from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import MODULE, Source, lines_of_call
 from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import aval_of, mapped_with
-from mpjax._jaxpr.runner import Observer, run
+from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import Body, Step, body_of, pieces_of
 from mpjax._optim.find_scale import scales_in
 from mpjax._policy.policy import EXACT_FLOAT32
@@ -78,11 +79,11 @@ def find_nonfinite(fn: Function) -> Callable[..., NonfiniteReport]:
   >>> bool(mpjax.find_nonfinite(jax.grad(loss_fn))(w / 2, x))
   False
   """
-  return Pending("mpjax.find_nonfinite(fn)", fn, _report_of_call, _FIX)
 
+  def report(fn: Function, args: Args, kwargs: Kwargs, _: Advance) -> NonfiniteReport:
+    return Finder(fn, args, kwargs).report()
 
-def _report_of_call(fn: Function, args: Args, kwargs: Kwargs, _: Advance) -> NonfiniteReport:
-  return Finder(fn, args, kwargs).report()
+  return Pending("mpjax.find_nonfinite(fn)", fn, report, _FIX)
 
 
 class Broken(NamedTuple):
@@ -105,19 +106,15 @@ class FoundScale(NamedTuple):
 class Piece:
   """A part of the function. It is compiled when it first runs, once for each way to look at it."""
 
-  def __init__(self, body: Body, uses: probes.Uses) -> None:
+  def __init__(self, body: Body, uses: Uses) -> None:
     self.body, self.uses = body, uses
     self.steps = {*body.every_step()}
     # A piece returns no literals.
     self.returned = [slot for slot in body.outputs if isinstance(slot, int)]
     self.probe = probes.FlagProbe(body, uses.arguments)
-    self.flagged = self._looking(self.probe)
+    self.flagged = compiled_as_written(functools.partial(run, body, observer=self.probe))
     # The compiled close looks, by the steps that they look at and the values that they follow.
     self.closely: dict[tuple[frozenset[int], frozenset[int]], Callable[..., Any]] = {}
-
-  def _looking(self, observer: Observer) -> Callable[..., Any]:
-    """Returns a function of the values that returns the results and what an observer has seen."""
-    return compiled_as_written(functools.partial(run, self.body, observer=observer))
 
   def first(
     self, only: frozenset[int], given: Mapping[int, Array], values: Sequence[Any]
@@ -172,10 +169,14 @@ class Finder:
     # An optimizer state knows its scale. Otherwise look for an argument that scales the loss.
     self.scale = _scale_of_state((args, kwargs), self.leaves)
     if self.scale is None:
-      self.scale = scale_by_hand(self.graph, self.leaves)
-    # Without a loss scale, only the arguments as they are can be run.
-    self.factors = {} if self.scale is None else _factors(self.scale)
-    self.uses = probes.uses_of(self.body)
+      self.scale = _scale_by_hand(self.graph, self.leaves)
+    # Smaller powers of two as loss scales, and their ratio to the present scale, which is left out,
+    # since it has been run. Without a loss scale, only the arguments as they are can be run.
+    self.factors = dict[float, float]()
+    if self.scale is not None and self.scale.value != 0:
+      ends = (math.ceil(math.log2(x)) for x in (self.scale.least, self.scale.value))
+      self.factors = {2.0**i: 2.0**i / self.scale.value for i in range(*ends)}
+    self.uses = uses_of(self.body)
     self.pieces = [Piece(each, self.uses) for each in pieces_of(self.body, _PIECE)]
 
   @property
@@ -229,8 +230,7 @@ class Finder:
     broken = self.first()
     if broken is None:
       return self.nothing
-    is_input = broken.number < 0
-    return self._of_argument(broken.number) if is_input else self._of_step(broken)
+    return self._of_argument(broken.number) if broken.number < 0 else self._of_step(broken)
 
   def _of_argument(self, number: int) -> NonfiniteReport:
     # Negative numbers count from the end of arguments and constants.
@@ -264,7 +264,13 @@ class Finder:
     # Run its piece once more to see the numbers of the step that broke.
     holds = next(ran for ran in self.runs() if step in ran.piece.steps)
     seen = jax.device_get(holds.piece.shown(step, holds.values))
-    *operands, result, in_float32 = _ranges(step.eqn, seen.rows)
+    inexact = [(i, v) for i, v in enumerate(step.eqn.invars) if is_inexact(v)]
+    out = next(v for v in step.eqn.outvars if is_inexact(v))
+    # `FirstProbe` returns rows in the same order.
+    named = [*((f"operand {i}", v) for i, v in inexact), ("result", out), ("in float32", out)]
+    *operands, result, in_float32 = (
+      _range(name, aval_of(v), row) for (name, v), row in zip(named, seen.rows, strict=True)
+    )
     operation = self.operations[step.key]
     finite_at = self._finite_at(broken.number)
     loops = broken.iterations
@@ -286,7 +292,7 @@ class Finder:
     )
     rounded = _rounded_before(operation)
     code = self._in_float32(rounded or operation)
-    cause, cure = advice(report, Alternatives(in_float32, rounded, code))
+    cause, cure = advice(report, in_float32, rounded, code)
     return dataclasses.replace(report, cause=cause, cure=cure)
 
   def _finite_at(self, number: int) -> float | None:
@@ -350,53 +356,32 @@ def _scale_of_state(tree: PyTree, leaves: Sequence[Leaf]) -> FoundScale | None:
   return FoundScale(values[largest], positions, least, int(np.max(states[largest].total)))
 
 
-def scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> FoundScale | None:
+def _scale_by_hand(graph: Graph, leaves: Sequence[Leaf]) -> FoundScale | None:
   """Returns the loss scale that is an argument of its own, without `mpjax.loss_scaling`.
 
   It is a scalar and a power of two, and multiplies scalars in both passes: the loss in the forward
   pass, and the cotangent of the loss in the backward pass.
   """
   for position, argument in enumerate(graph.arguments):
-    if argument.is_floating and argument.aval.shape == ():
-      number = float(leaves[position])
-      # A factor that is no power of two would round gradients, so users choose powers.
-      is_power = number > 0 and math.isfinite(number) and math.log2(number).is_integer()
-      if is_power and number >= _SMALLEST_SCALE and _scales_both_passes(graph, argument):
-        return FoundScale(number, {position})
-  return None
-
-
-def _scales_both_passes(graph: Graph, factor: Value) -> bool:
-  """Whether a value multiplies scalars in the forward and in the backward pass."""
-  # The scale may be cast or broadcast before it multiplies.
-  copies = {factor}
-  passes = set[bool]()
-  for operation in graph.operations:
-    if copies.isdisjoint(operation.operands):
+    if not argument.is_floating or argument.aval.shape != ():
       continue
-    if operation.moves or operation.casts:
-      copies.update(operation.results)
-    elif operation.eqn.primitive is p.mul_p and operation.results[0].aval.shape == ():
-      passes.add(operation.where.direction == "backward")
-  return len(passes) == 2
-
-
-def _factors(scale: FoundScale) -> dict[float, float]:
-  """Returns smaller powers of two as loss scales, and their ratio to the present scale."""
-  if scale.value == 0:
-    return {}
-  # The present scale is left out: it has been run.
-  exponents = range(math.ceil(math.log2(scale.least)), math.ceil(math.log2(scale.value)))
-  return {2.0**i: 2.0**i / scale.value for i in exponents}
-
-
-def _ranges(eqn: JaxprEqn, rows: Sequence[probes.ValuesByName]) -> list[Range]:
-  """Returns the ranges of the floating operands, of the first floating result, and in float32."""
-  # `FirstProbe` returns rows in the same order.
-  out = next(v for v in eqn.outvars if probes.is_inexact(v))
-  named = [(f"operand {i}", v) for i, v in enumerate(eqn.invars) if probes.is_inexact(v)]
-  named += [("result", out), ("in float32", out)]
-  return [_range(name, aval_of(v), row) for (name, v), row in zip(named, rows, strict=True)]
+    number = float(leaves[position])
+    # A factor that is no power of two would round gradients, so users choose powers.
+    is_power = number > 0 and math.isfinite(number) and math.log2(number).is_integer()
+    if not is_power or number < _SMALLEST_SCALE:
+      continue
+    # The scale may be cast or broadcast before it multiplies.
+    copies, passes = {argument}, set[bool]()
+    for operation in graph.operations:
+      if copies.isdisjoint(operation.operands):
+        continue
+      if operation.moves or operation.casts:
+        copies.update(operation.results)
+      elif operation.eqn.primitive is p.mul_p and operation.results[0].aval.shape == ():
+        passes.add(operation.where.direction == "backward")
+    if len(passes) == 2:
+      return FoundScale(number, {position})
+  return None
 
 
 def _range(name: str, array: ShapedArray | Array, row: probes.ValuesByName) -> Range:
@@ -421,69 +406,62 @@ def direction_of(graph: Graph, operation: Operation) -> Literal["forward", "back
   """
   if operation.where.direction == "backward":
     return "backward"
-  # JAX computes the slope in the forward pass, in the same call as the function itself.
-  before = _same_call_before(graph, operation)
-  if operation.where.direction == "recomputed":
-    # An operation that is computed again was computed before, unless it is a slope.
-    is_repeated = any(_is_alike(each, operation) for each in before)
-    return "forward" if is_repeated or not before else "backward"
-  is_slope = _is_beside(operation, before) and _only_backward_reads(graph, operation)
-  return "backward" if is_slope else "forward"
 
+  def call_of(each: Operation) -> tuple[Source, ...]:
+    return lines_of_call(*(step.eqn for step in each.step.enclosing()))
 
-def _same_call_before(graph: Graph, operation: Operation) -> list[Operation]:
-  """Returns the earlier operations of the same call in the user's code, such as `jnp.sqrt(x)`."""
-  call = _call(operation)
+  # JAX computes the slope in the forward pass, in the same call in the user's code as the function
+  # itself, such as `jnp.sqrt(x)`.
   earlier = itertools.takewhile(lambda each: each is not operation, graph.operations)
-  return [each for each in earlier if _call(each) == call]
-
-
-def _call(operation: Operation) -> tuple[Source, ...]:
-  return lines_of_call(*(step.eqn for step in operation.step.enclosing()))
-
-
-def _is_alike(one: Operation, other: Operation) -> bool:
-  """Whether two operations have the same primitive, as many arrays and the same numbers."""
-  # Literals have their number as label, and all results have "".
-  labels = [[v.label for v in each.operands] for each in (one, other)]
-  return one.name == other.name and labels[0] == labels[1]
-
-
-def _is_beside(operation: Operation, before: Sequence[Operation]) -> bool:
-  """Whether it takes an operand or a result of an elementwise operation, as a slope does."""
+  call = call_of(operation)
+  before = [each for each in earlier if call_of(each) == call]
+  if operation.where.direction == "recomputed":
+    # An operation that is computed again was computed before, unless it is a slope. Literals have
+    # their number as label, and all results have "".
+    labels = [v.label for v in operation.operands]
+    is_repeated = any(
+      each.name == operation.name and [v.label for v in each.operands] == labels for each in before
+    )
+    return "forward" if is_repeated or not before else "backward"
   # The slope of sqrt(x), 0.5 / sqrt(x), takes the result. That of log(x) takes the operand.
-  elementwise = [each for each in before if each.facts.elementwise]
-  return any(
-    v in (*each.operands, *each.results) for each in elementwise for v in operation.operands
-  )
+  values = [v for x in before if x.facts.elementwise for v in (*x.operands, *x.results)]
+  is_slope = any(v in values for v in operation.operands)
+  return "backward" if is_slope and _only_backward_reads(graph, operation) else "forward"
 
 
 def _only_backward_reads(graph: Graph, operation: Operation) -> bool:
   """Whether all that is computed from an operation is computed in the backward pass."""
   # A result of the function is used by the caller, so it is no slope.
   returned = set(graph.results)
-  seen = {operation}
+  seen = set[Operation]()
   pending = [operation]
-  for each in pending:
+  while pending:
+    each = pending.pop()
+    if each in seen:
+      continue
+    seen.add(each)
     for value in each.results:
       if value in returned or not value.consumers:
         return False
-      readers = {x for x in value.consumers if x.where.direction != "backward"} - seen
-      seen |= readers
-      pending += readers
+      pending += [x for x in value.consumers if x.where.direction != "backward"]
   return True
 
 
 def _rounded_before(operation: Operation) -> Operation | None:
   """Returns the last operation in low precision before one of linear algebra."""
   # Linear algebra runs in float32, so the rounding lies before the cast of its operand.
-  pending = [operation] if operation.facts.role == "linear algebra" else []
-  seen = set(pending)
-  for each in pending:
+  if operation.facts.role != "linear algebra":
+    return None
+  seen = set[Operation]()
+  # The operations nearest to it come first.
+  pending = collections.deque([operation])
+  while pending:
+    each = pending.popleft()
+    if each in seen:
+      continue
+    seen.add(each)
     is_low = any(v.is_low for v in (*each.operands, *each.results))
     if is_low and not (each.moves or each.casts):
       return each
-    before = {v.made_by for v in each.operands if v.made_by is not None} - seen
-    seen |= before
-    pending += before
+    pending += [v.made_by for v in each.operands if v.made_by is not None]
   return None

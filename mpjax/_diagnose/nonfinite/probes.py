@@ -10,294 +10,30 @@ Therefore the number of the step that broke follows each element until something
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import primitives as p
 
 from mpjax._core.trees import low_to_float32
 from mpjax._core.types import Array, NumpyArray
+from mpjax._diagnose.nonfinite.uses import (
+  ELEMENTWISE,
+  Uses,
+  can_break,
+  effect_of,
+  is_inexact,
+  newly_nonfinite,
+)
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.in_float32 import is_low, results_in_float32
-from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import Atom, aval_of, shape_of
+from mpjax._jaxpr.reader import shape_of
 from mpjax._jaxpr.runner import Enclosing, Observer
 from mpjax._jaxpr.steps import Body, Step
 
-_PASS_ON = frozenset(
-  primitive.name
-  for primitive in (
-    *(p.add_p, p.sub_p, p.mul_p, p.neg_p, p.abs_p, p.add_jaxvals_p, p.sqrt_p, p.square_p),
-    *(p.log_p, p.log1p_p, p.sin_p, p.cos_p, p.reduce_sum_p, p.reduce_prod_p, p.cumsum_p),
-    *(p.dot_general_p, p.reshape_p, p.transpose_p, p.squeeze_p, p.broadcast_in_dim_p, p.rev_p),
-    *(p.concatenate_p, p.copy_p),
-  )
-)
-"""Primitives whose result is not finite where an operand is not: 0 * inf is NaN."""
-
 NONE = 2**31 - 1
 """Stands for no step and for no element. It is larger than all other numbers and positions."""
-
-Effect: TypeAlias = Literal[
-  "enters",  # runs a loop, a branch or a map over devices
-  "asks",  # whether numbers are finite
-  "tests",  # compares numbers
-  "chooses",  # each element among those of operands, as `where` and a maximum do
-  "casts",  # floating numbers
-  "moves",  # elements
-  "factor",  # multiplies in the backward pass, where an inf may meet a 0
-  "sums",  # elements, as a matmul does too
-  "each",  # computes each element from those at its position
-  "all",  # computes each element from those at other positions too
-]
-"""The effect of a step on inf and NaN."""
-
-_ELEMENTWISE: Collection[Effect] = ("each", "factor", "casts")
-
-
-def is_inexact(atom: Atom) -> bool:
-  """Whether a value holds floating or complex numbers."""
-  # A reference to memory that is written in place has a dtype too, and is no array.
-  array = isinstance(atom.aval, ShapedArray)
-  return array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
-
-
-def effect_of(step: Step) -> Effect:
-  """Returns the effect of a step on inf and NaN: the first one that applies."""
-  if step.bodies:
-    return "enters"
-  if _asks_if_finite(step):
-    return "asks"
-  if facts_of(step.eqn).tests:
-    return "tests"
-  if step.eqn.primitive in (p.select_n_p, p.max_p, p.min_p):
-    return "chooses"
-  # A cast from or to integers cannot keep inf and NaN.
-  if step.eqn.primitive is p.convert_element_type_p:
-    is_cast = is_inexact(step.eqn.invars[0]) and is_inexact(step.eqn.outvars[0])
-    return "casts" if is_cast else "all"
-  return _effect_of_arithmetic(step)
-
-
-def _effect_of_arithmetic(step: Step) -> Effect:
-  primitive, facts = step.eqn.primitive, facts_of(step.eqn)
-  # A gather may fill in numbers of its own.
-  if facts.moves and primitive is not p.gather_p:
-    return "moves"
-  # Derivative rules multiply a cotangent, which may be 0, by a slope, which may be inf.
-  if primitive is p.mul_p and step.location.direction == "backward":
-    return "factor"
-  if primitive in (p.reduce_sum_p, p.cumsum_p) or facts.flops is not None:
-    return "sums"
-  return "each" if facts.elementwise else "all"
-
-
-def _asks_if_finite(step: Step) -> bool:
-  """Whether a step is `isfinite(x)`, or `x != x`, which is how `isnan` is written."""
-  if step.eqn.primitive is p.is_finite_p:
-    return True
-  same_operands = len(step.reads) == 2 and step.reads[0] == step.reads[1]
-  return step.eqn.primitive is p.ne_p and same_operands
-
-
-def can_break(step: Step) -> bool:
-  """Whether a step may make an inf or a NaN of finite numbers, or a NaN of an inf."""
-  eqn, facts = step.eqn, facts_of(step.eqn)
-  # The steps inside of a loop are looked at themselves.
-  if step.bodies or not any(map(is_inexact, eqn.outvars)):
-    return False
-  # An index out of bounds fills in NaN in this mode.
-  if eqn.primitive is p.gather_p:
-    return "FILL" in str(eqn.params["mode"])
-  # Only a cast to a smaller range can overflow.
-  if eqn.primitive is p.convert_element_type_p:
-    return not np.can_cast(aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype)
-  return not (facts.exact or facts.moves or facts.bounded)
-
-
-def newly_nonfinite(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> dict[int, Array]:
-  """Returns which elements of each result broke, if the step can break.
-
-  An element breaks if it is not finite though its operands are, or if it is NaN though they are
-  not: -inf - -inf, and 0 * inf. All elements of an operand count, unless the step computes element
-  by element. A sum also breaks if it adds up an inf: then the inf was no mask.
-  """
-  if not can_break(step):
-    return {}
-  # An operand may be an integer, which is always finite.
-  was_nan = was_bad = jnp.asarray(False)
-  for x, v in zip(ins, step.eqn.invars, strict=True):
-    if is_inexact(v):
-      was_nan = was_nan | _reach(step, jnp.isnan(jnp.asarray(x)))
-      was_bad = was_bad | _reach(step, ~jnp.isfinite(jnp.asarray(x)))
-  # An inf in a sum is a fault even if an operand had it. Only NaN is passed on without blame.
-  if effect_of(step) == "sums":
-    was_bad = was_nan
-  results = zip(step.outs, outs, step.eqn.outvars, strict=True)
-  return {
-    slot: (~jnp.isfinite(out) & ~was_bad) | (jnp.isnan(out) & ~was_nan)
-    for slot, out, var in results
-    if is_inexact(var)
-  }
-
-
-def _reach(step: Step, flags: Array) -> Array:
-  """Returns for each element of the result, or for all at once, whether a flag reaches it."""
-  # A reduction has one element for each row. An inf in another row does not excuse it.
-  axes = step.eqn.params.get("axes")
-  if isinstance(axes, tuple) and {*axes} <= {*range(flags.ndim)}:
-    by_row = jnp.any(flags, axis=axes)
-    if by_row.shape == shape_of(step.eqn.outvars[0]):
-      return by_row
-  return flags if effect_of(step) in _ELEMENTWISE else jnp.any(flags)
-
-
-# Uses of values
-
-
-class Uses(NamedTuple):
-  """How the values of a function are used, also in its loops and branches.
-
-  Fields:
-    top: the steps of the function.
-    arguments: the arguments and constants, each with a negative number in place of a step's.
-    outputs: the values that a jaxpr returns.
-    counted: values in which an inf is a fault, since something computes with it. A returned value
-      counts, unless it is an argument.
-    compared: values that a comparison reads, or a multiplication in the backward pass. An inf does
-      no harm there, but what is computed from an inf before does.
-    literals: numbers that the code names, moved and cast.
-    summed: values whose elements are added up, after moves, casts and scaling. Their inf is no
-      mask.
-  """
-
-  top: Body
-  arguments: Mapping[int, int]
-  outputs: set[int]
-  counted: set[int]
-  compared: set[int]
-  literals: set[int]
-  summed: set[int]
-
-
-def uses_of(top: Body) -> Uses:
-  """Returns how the values of a function are used."""
-  # Loops and branches are part of the lists, since values keep their numbers inside.
-  steps = [*top.every_step()]
-  bodies = [*top.every_body()]
-  outputs = {slot for body in bodies for slot in body.outputs if isinstance(slot, int)}
-  inputs = {slot for body in bodies for slot in body.inputs}
-  counted, compared = _counted_and_compared(steps, outputs - _unchanged(steps, inputs))
-  return Uses(top, arguments_of(top), outputs, counted, compared, _literals(steps), _summed(steps))
-
-
-def arguments_of(top: Body) -> Mapping[int, int]:
-  """Returns the arguments and constants of a function, with negative numbers, in order."""
-  slots = (*top.inputs, *top.consts)
-  return {slot: number for number, slot in enumerate(slots, -len(slots))}
-
-
-def _passes(step: Step) -> bool:
-  """Whether each element of a result is one of an operand."""
-  return effect_of(step) in ("moves", "casts")
-
-
-def _unchanged(steps: Sequence[Step], inputs: Collection[int]) -> set[int]:
-  """Returns the inputs, and their copies by moves and casts that cannot overflow."""
-  unchanged = {*inputs}
-  # Steps are in the order of execution, so operands are decided before results.
-  for step in steps:
-    # A cast to a smaller dtype may overflow, so its result is no argument any more.
-    if _passes(step) and not can_break(step) and unchanged.issuperset(step.reads):
-      unchanged.update(step.outs)
-  return unchanged
-
-
-def _literals(steps: Sequence[Step]) -> set[int]:
-  """Returns the values that are numbers which the code names, moved and cast."""
-  literals = set[int]()
-  for step in steps:
-    if _passes(step) and step.ins and literals.issuperset(step.reads):
-      literals.update(step.outs)
-  return literals
-
-
-def _summed(steps: Sequence[Step]) -> set[int]:
-  """Returns the values whose elements are added up, after moves, casts and scaling."""
-  summed = set[int]()
-  # Backwards, the use of a result decides that of the operands.
-  for step in reversed(steps):
-    # Only one operand is a value, so the other is a literal: the mean divides by a count.
-    scales = step.eqn.primitive in (p.mul_p, p.div_p) and len(step.reads) == 1
-    passes = _passes(step) or scales
-    if effect_of(step) == "sums" or (passes and not summed.isdisjoint(step.outs)):
-      summed.update(step.reads)
-  return summed
-
-
-def _counted_and_compared(
-  steps: Sequence[Step], returned: Collection[int]
-) -> tuple[set[int], set[int]]:
-  """Returns `Uses.counted` and `Uses.compared`, given the returned values that count."""
-  counted = {*returned}
-  compared = set[int]()
-  answers = _answers(steps)
-  for step in steps:
-    effect = effect_of(step)
-    # A loop computes with its operands in ways that are not followed.
-    if effect in ("sums", "all", "enters") or _skips(step, answers):
-      counted.update(step.reads)
-    elif effect in ("asks", "tests", "factor"):
-      compared.update(step.reads)
-  for step in reversed(steps):
-    passes = _passes(step)
-    if not passes and effect_of(step) != "each":
-      continue
-    if not counted.isdisjoint(step.outs):
-      counted.update(step.reads)
-    elif not compared.isdisjoint(step.outs):
-      (compared if passes else counted).update(step.reads)
-  return counted, compared
-
-
-_Answers: TypeAlias = Mapping[int, Collection[tuple[int, ...] | None]]
-"""For each value computed from whether others are finite: the shapes of the answers on the way to
-it, None for an answer of a loop."""
-
-
-def _answers(steps: Sequence[Step]) -> _Answers:
-  answers = dict[int, set[tuple[int, ...] | None]]()
-  for step in steps:
-    shapes = {shape for slot in step.reads for shape in answers.get(slot, ())}
-    # The step neither asks nor uses an answer.
-    if not shapes and not _asks_inside(step):
-      continue
-    for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
-      # Only bools and integers carry answers. A float that a `where` selects is a value again.
-      if not is_inexact(v):
-        answers[slot] = shapes | {None if step.bodies else getattr(v.aval, "shape", None)}
-  return answers
-
-
-def _asks_inside(step: Step) -> bool:
-  """Whether a step, or one inside of it, asks if numbers are finite."""
-  inside = (each for body in step.bodies for each in body.every_step())
-  return any(effect_of(each) == "asks" for each in (step, *inside))
-
-
-def _skips(step: Step, answers: _Answers) -> bool:
-  """Whether a step discards all elements of a value because some number is not finite.
-
-  That skips a training step. A `where` that asks for each element by itself is a mask.
-  """
-  if effect_of(step) != "chooses" or not step.reads:
-    return False
-  # An answer of the shape of the result decides for each element, as a mask does.
-  shape = shape_of(step.eqn.outvars[0])
-  return any(answer != shape for answer in answers.get(step.reads[0], ()))
 
 
 # The first look
@@ -309,8 +45,13 @@ class FlagProbe(Observer):
   def __init__(self, body: Body, arguments: Mapping[int, int]) -> None:
     self.body, self.arguments = body, arguments
     ends = _ends(body)
+    # Values that cannot break are finite if their operands are.
+    steps = [step for step in body.every_step() if can_break(step)]
+    pairs = [pair for step in steps for pair in zip(step.outs, step.eqn.outvars, strict=True)]
+    covered = [slot for slot in (*body.inputs, *body.consts) if slot in arguments]
+    covered += [slot for slot, v in pairs if is_inexact(v)]
     # From each argument and each result that may break to its sentinel.
-    self.sentinels = {slot: ends.get(slot, slot) for slot in _covered(body, arguments)}
+    self.sentinels = {slot: ends.get(slot, slot) for slot in covered}
     self.flag_of = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
 
   def suspects(self, flags: NumpyArray) -> frozenset[int]:
@@ -350,43 +91,36 @@ class FlagProbe(Observer):
     return jnp.any(seen, axis=0)
 
 
-def _covered(body: Body, arguments: Collection[int]) -> list[int]:
-  """Returns the arguments that a body takes, and the floating results that may break."""
-  # Values that cannot break are finite if their operands are.
-  results = [
-    pair
-    for step in body.every_step()
-    if can_break(step)
-    for pair in zip(step.outs, step.eqn.outvars, strict=True)
-  ]
-  taken = [slot for slot in (*body.inputs, *body.consts) if slot in arguments]
-  return [*taken, *(slot for slot, v in results if is_inexact(v))]
-
-
 def _ends(top: Body) -> dict[int, int]:
   """Returns for each value that is passed on the last value that is not finite where it is not."""
   ends = dict[int, int]()
   for body in top.every_body():
     # Backwards, the end of a result is known before that of its operand.
     for step in reversed(body.steps):
-      passed = [slot for i, slot in enumerate(step.ins) if _passes_on(step, i)]
-      slots = [slot for slot in passed if isinstance(slot, int)]
-      if slots:
+      primitive = step.eqn.primitive
+      operands: Sequence[Any] = ()
+      if primitive.name in _PASS_ON or effect_of(step) == "casts":
+        operands = step.ins
+      elif primitive is p.div_p:
+        operands = step.ins[:1]  # 1 / inf is 0, so a divisor is not passed on.
+      slots = [slot for slot in operands if isinstance(slot, int)]
+      # An empty result is finite, whatever its operands are.
+      if slots and is_inexact(step.eqn.outvars[0]) and 0 not in shape_of(step.eqn.outvars[0]):
         # A value with several consumers takes the last assignment, which is its first consumer.
         ends.update(dict.fromkeys(slots, ends.get(step.outs[0], step.outs[0])))
   return ends
 
 
-def _passes_on(step: Step, position: int) -> bool:
-  """Whether the first result of a step is not finite where an operand is not."""
-  primitive = step.eqn.primitive
-  # 1 / inf is 0, so a divisor is not passed on.
-  is_dividend = primitive is p.div_p and position == 0
-  if not (primitive.name in _PASS_ON or effect_of(step) == "casts" or is_dividend):
-    return False
-  # An empty result is finite, whatever its operands are.
-  result = step.eqn.outvars[0]
-  return is_inexact(result) and 0 not in shape_of(result)
+_PASS_ON = frozenset(
+  primitive.name
+  for primitive in (
+    *(p.add_p, p.sub_p, p.mul_p, p.neg_p, p.abs_p, p.add_jaxvals_p, p.sqrt_p, p.square_p),
+    *(p.log_p, p.log1p_p, p.sin_p, p.cos_p, p.reduce_sum_p, p.reduce_prod_p, p.cumsum_p),
+    *(p.dot_general_p, p.reshape_p, p.transpose_p, p.squeeze_p, p.broadcast_in_dim_p, p.rev_p),
+    *(p.concatenate_p, p.copy_p),
+  )
+)
+"""Primitives whose result is not finite where an operand is not: 0 * inf is NaN."""
 
 
 # The close look
@@ -438,7 +172,15 @@ class FirstProbe(Observer):
     self.broken = list[Array]()  # the first step that broke, of each value that counts
     self.indices = enclosing.indices
     _, self.place, self.rows, _ = self.nothing()
-    self._take_arguments(body, values)
+    # Take the arguments and constants that hold a NaN, or an inf that can be no mask. A mask may
+    # hold -inf if it is an argument that is not added up, and any inf if it is a constant.
+    for slot, x in [*zip(body.inputs, values, strict=True), *body.consts.items()]:
+      number = self.uses.arguments.get(slot)
+      if number is not None and number in self.only:
+        x = jnp.asarray(x)
+        is_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
+        is_fault = jnp.isnan(x) | (~jnp.isfinite(x) & ~is_mask)
+        self._take(slot, _number_where(is_fault, number))
 
   def nothing(self) -> Seen:
     # The number, an iteration for each nested loop, and the device.
@@ -489,20 +231,6 @@ class FirstProbe(Observer):
     seen = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), own, self.seen)
     return seen._replace(followed=followed)
 
-  def _take_arguments(self, body: Body, values: Sequence[Any]) -> None:
-    """Takes the arguments and constants that hold a NaN, or an inf that can be no mask.
-
-    A mask may hold -inf if it is an argument that is not added up, and any inf if it is a constant.
-    """
-    pairs = [*zip(body.inputs, values, strict=True), *body.consts.items()]
-    for slot, x in pairs:
-      number = self.uses.arguments.get(slot)
-      if number is not None and number in self.only:
-        x = jnp.asarray(x)
-        is_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
-        is_fault = jnp.isnan(x) | (~jnp.isfinite(x) & ~is_mask)
-        self._take(slot, _number_where(is_fault, number))
-
   def _take(self, slot: int, numbers: Array, computed: bool = False) -> None:
     """Takes for each element of a value which step broke, or one that it was computed from."""
     if slot in self.uses.counted or (computed and slot in self.uses.compared):
@@ -520,11 +248,21 @@ class FirstProbe(Observer):
       return
     if effect == "factor":
       numbers = _of_factors(numbers, ins)
-    # Numbers of steps move like the elements that they belong to.
     if effect == "moves" or step.eqn.primitive is p.select_n_p:
-      carried = _moved(step, ins, numbers)
+      # Numbers of steps move like the elements that they belong to. An operand of which no element
+      # broke has `NONE` everywhere. Indices stay as they are.
+      none = jnp.asarray(NONE, jnp.int32)
+      operands = [*ins]
+      for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
+        if is_inexact(v):
+          # Compute it from the operand, so that it is on the same devices.
+          empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
+          operands[i] = empty if number is None else number
+      carried = bind(step.eqn, operands)
     else:
-      carried = [_first_of(numbers, outs[0], is_maximum=effect == "chooses")]
+      first = functools.reduce(jnp.minimum, [number for number in numbers if number is not None])
+      # A finite maximum has discarded the inf.
+      carried = [jnp.where(~jnp.isfinite(outs[0]) | (effect != "chooses"), first, NONE)]
     for slot, v, number in zip(step.outs, step.eqn.outvars, carried, strict=True):
       if is_inexact(v):
         # An argument that is returned as it came breaks nothing.
@@ -550,7 +288,7 @@ class FirstProbe(Observer):
     for x in values:
       # Without corresponding elements the value is unknown.
       number = jnp.nan
-      if effect_of(step) in _ELEMENTWISE:
+      if effect_of(step) in ELEMENTWISE:
         number = jnp.sum(jnp.where(places == self.place, jnp.real(x).astype(jnp.float32), 0))
       self.rows.append(row_of(x, number))
 
@@ -576,26 +314,6 @@ def _of_factors(numbers: _Numbers, factors: Sequence[Any]) -> _Numbers:
     counts = ~jnp.isfinite(x) & jnp.isfinite(y) & (jnp.isnan(x) | (y != 0))
     counting.append(None if number is None else jnp.where(counts, number, NONE))
   return counting
-
-
-def _moved(step: Step, ins: Sequence[Any], numbers: _Numbers) -> list[Array]:
-  """Returns the numbers of the results of a step, which moves them like the elements."""
-  none = jnp.asarray(NONE, jnp.int32)
-  operands = [*ins]
-  # An operand of which no element broke has `NONE` everywhere. Indices stay as they are.
-  for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
-    if is_inexact(v):
-      # Compute it from the operand, so that it is on the same devices.
-      empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
-      operands[i] = empty if number is None else number
-  return bind(step.eqn, operands)
-
-
-def _first_of(numbers: _Numbers, result: Array, *, is_maximum: bool) -> Array:
-  """Returns the number of each element of a result: the first of its operands'."""
-  first = functools.reduce(jnp.minimum, [number for number in numbers if number is not None])
-  # A finite maximum has discarded the inf.
-  return jnp.where(~jnp.isfinite(result) | (not is_maximum), first, NONE)
 
 
 def row_of(x: Array, value: Array | float = math.nan) -> ValuesByName:

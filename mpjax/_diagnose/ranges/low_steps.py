@@ -5,18 +5,24 @@ step is in low precision if the rewriter wrote the same primitive, of the same e
 same pass, in low precision.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.autocast import autocast
-from mpjax._autocast.scopes import REGION
+from mpjax._autocast.scopes import REGION, region_in
 from mpjax._core.leaves import Path
 from mpjax._core.types import Array, Function, is_low_precision
 from mpjax._diagnose.call import Argument, Call
-from mpjax._diagnose.parameter_scopes import as_written, with_parameter_scopes, with_scopes
+from mpjax._diagnose.gradient import gradient_of
+from mpjax._diagnose.parameter_scopes import (
+  Evaluate,
+  as_written,
+  with_parameter_scopes,
+  with_scopes,
+)
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.steps import Body, Step, body_of
@@ -43,55 +49,60 @@ class Programs(NamedTuple):
 def programs_of(call: Call, fn: Function) -> Programs:
   """Returns the steps of a function, and which of them a policy puts in low precision."""
   program, outputs = call.traced(fn)
-  body = body_of(program)
-  if _has_policy(body):
-    return Programs(body, outputs, _low_steps(body, body))
-  marked, arguments = _marked(program), call.arguments(fn)
-  # With a record for an audit, the rewriter keeps the marks.
-  with AUDIT(AuditRecord()):
-    run = jax.make_jaxpr(lambda *arrays: _under_policy(program, arguments, arrays))
-    rewritten = run(*program.in_avals)
+  arguments = call.arguments(fn)
+
+  def rewritten() -> ClosedJaxpr:
+    # With a record for an audit, the rewriter keeps the marks.
+    with AUDIT(AuditRecord()):
+      run = jax.make_jaxpr(lambda *arrays: _under_policy(program, arguments, arrays))
+      return run(*program.in_avals)
+
+  return _programs(_marked(program), outputs, rewritten)
+
+
+def programs_of_gradient(call: Call, loss_fn: Function) -> Programs:
+  """Returns the same for the gradient of a loss, of which the policy rewrites the loss."""
+
+  def traced(evaluate: Evaluate) -> tuple[ClosedJaxpr, Sequence[Path]]:
+    return call.traced(gradient_of(with_parameter_scopes(loss_fn, evaluate)))
+
+  marked, outputs = traced(lambda program, *operands: as_written(_marked(program), *operands))
+  return _programs(marked, outputs, lambda: traced(_under_policy)[0])
+
+
+def _programs(
+  marked: ClosedJaxpr, outputs: Sequence[Path], rewritten: Callable[[], ClosedJaxpr]
+) -> Programs:
+  """Returns the steps of a program, of which `rewritten` returns what the rewriter makes of it."""
   body = body_of(marked)
-  return Programs(body, outputs, _low_steps(body, body_of(rewritten)))
+  # What the user wrote in low precision is in low precision.
+  low = {each.step.number for each in _in_low_precision(Graph(body))}
+  # A function, or a model in it, may have a policy of its own. One that computes in float32 puts
+  # nothing in low precision, so it says nothing about what another one would leave in float32.
+  regions = {step.location.marked(REGION) for step in body.every_step()}
+  policies = [region_in(region).policy for region in regions if region is not None]
+  if any(policy is None or is_low_precision(policy.compute_dtype) for policy in policies):
+    return Programs(body, outputs, low)
+
+  def work(step: Step) -> tuple[str | None, str, str]:
+    return step.location.marked(_STEP), step.location.direction, step.eqn.primitive.name
+
+  written_low = {work(each.step) for each in _in_low_precision(Graph(body_of(rewritten())))}
+  low |= {step.number for step in body.every_step() if work(step) in written_low}
+  return Programs(body, outputs, low)
 
 
-def programs_of_gradient(call: Call, loss_fn: Function, gradient_of: Function) -> Programs:
-  """Returns the same for the gradient of a loss, of which the policy rewrites the loss.
-
-  Args:
-    call: the arguments of the loss.
-    loss_fn: the loss.
-    gradient_of: returns the gradient of a function.
-  """
-  program, outputs = call.traced(gradient_of(with_parameter_scopes(loss_fn, _as_marked)))
-  body = body_of(program)
-  if _has_policy(body):
-    return Programs(body, outputs, _low_steps(body, body))
-  rewritten, _ = call.traced(gradient_of(with_parameter_scopes(loss_fn, _under_policy)))
-  return Programs(body, outputs, _low_steps(body, body_of(rewritten)))
-
-
-def _has_policy(body: Body) -> bool:
-  """Whether a function, or a model in it, has a policy of its own."""
-  return any(step.location.marked(REGION) is not None for step in body.every_step())
-
-
-def _marked(program: ClosedJaxpr) -> ClosedJaxpr:
-  steps = body_of(program).every_step()
-  return with_scopes(program, {step.key: (f"{_STEP}{step.number}",) for step in steps})
-
-
-def _as_marked(
-  program: ClosedJaxpr, arguments: Sequence[Argument], arrays: Sequence[Array]
-) -> Sequence[Array]:
-  return as_written(_marked(program), arguments, arrays)
+def _marked(program: ClosedJaxpr, without: str | None = None) -> ClosedJaxpr:
+  """Returns a program whose steps are marked by their numbers, without some of its marks."""
+  numbers = {step.key: (f"{_STEP}{step.number}",) for step in body_of(program).every_step()}
+  return with_scopes(program, numbers, without=without)
 
 
 def _under_policy(
   program: ClosedJaxpr, arguments: Sequence[Argument], arrays: Sequence[Array]
 ) -> Sequence[Array]:
-  """Runs a program under a policy; all arguments but the first are inputs."""
-  marked = _marked(program)
+  """Runs a program under a policy instead of its own; all arguments but the first are inputs."""
+  marked = _marked(program, without=REGION)
   inputs = [i for i, argument in enumerate(arguments) if not argument.is_first]
   # A number that float16 does not have makes an operation float32, so that is the policy.
   run = autocast(
@@ -100,20 +111,6 @@ def _under_policy(
     data_argnums=inputs,
   )
   return run(*arrays)
-
-
-def _low_steps(body: Body, rewritten: Body) -> set[int]:
-  """Returns the numbers of the steps of a body whose work is in low precision when rewritten."""
-  # What the user wrote in low precision is in low precision.
-  own = {each.step.number for each in _in_low_precision(Graph(body))}
-  if rewritten is body:
-    return own
-  low = {_work(each.step) for each in _in_low_precision(Graph(rewritten))}
-  return own | {step.number for step in body.every_step() if _work(step) in low}
-
-
-def _work(step: Step) -> tuple[str | None, str, str]:
-  return step.location.marked(_STEP), step.location.direction, step.eqn.primitive.name
 
 
 def _in_low_precision(graph: Graph) -> Iterator[Operation]:

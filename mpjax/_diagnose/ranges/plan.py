@@ -5,18 +5,16 @@ puts them, or a cast of them, in low precision. Everything else that is computed
 under a policy: masks, softmax, the cotangent of a loss. See `docs/concepts.md`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_add_p, sub_p
 
 from mpjax._core.leaves import Path
-from mpjax._core.types import DType
 from mpjax._diagnose.call import Argument
 from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.ranges.report import RangeKind
 from mpjax._jaxpr.graph import Graph, Operation, Value
-from mpjax._jaxpr.locations import Location
 from mpjax._jaxpr.steps import Body
 
 
@@ -31,13 +29,7 @@ class Addition(NamedTuple):
   """A step that adds an update to an argument."""
 
   old: Value  # the argument
-  name: str  # the name of the argument
   operand: int  # the position of the argument among the operands of the step
-
-  @property
-  def dtype(self) -> DType:
-    """The dtype in which the argument is stored, and to which the sum rounds."""
-    return self.old.aval.dtype
 
 
 class Plan(NamedTuple):
@@ -46,13 +38,6 @@ class Plan(NamedTuple):
   inputs: Mapping[int, Group]  # by the positions of arguments
   steps: Mapping[int, Group]  # by the numbers of steps: their results, or what they add
   additions: Mapping[int, Addition]  # by the numbers of steps, of the group "updates"
-  readers: Mapping[int, Location]  # by the positions of arguments: the first consumer of each
-
-  def of_kind(self, kind: RangeKind) -> Self:
-    """Returns a plan that counts the results of steps of one kind alone."""
-    # Gradients at another scale need no parameters and no updates.
-    steps = {number: group for number, group in self.steps.items() if group.kind == kind}
-    return self._replace(inputs={}, steps=steps, additions={})
 
 
 def plan(
@@ -73,18 +58,33 @@ def plan(
   # Integers and keys have no exponents to count.
   pairs = zip(graph.arguments, arguments, strict=True)
   floats = {value: argument for value, argument in pairs if value.is_floating}
+  read = _read_outside(graph, of_optimizer, body.depth)
+  additions = _additions(graph, floats, outputs, read)
 
-  readers = _first_readers(graph, of_optimizer, body.depth)
-  additions = _additions(graph, floats, outputs, readers)
+  inputs = dict[int, Group]()
+  # A model or loss alone has no optimizer, and its unused arguments are no state.
+  has_optimizer = any(each.where.direction == "backward" for each in graph.computing())
+  for position, value in enumerate(graph.arguments):
+    argument = floats.get(value)
+    if argument is None:
+      continue
+    if has_optimizer and value.consumers and value not in read:
+      inputs[position] = Group("optimizer state", argument.name)
+    elif argument.is_first:
+      inputs[position] = Group("parameters", argument.name)
 
   # An update is named by its parameter, whatever module the addition is in.
-  steps = {number: Group("updates", each.name) for number, each in additions.items()}
+  steps = {number: Group("updates", floats[each.old].name) for number, each in additions.items()}
   for operation in graph.computing():
+    number, where = operation.step.number, operation.where
+    # Moved and recomputed numbers would be counted twice.
+    is_known = operation.moves or operation.casts or where.direction == "recomputed"
     # Results of the optimizer count as updates and new state alone.
-    if operation not in of_optimizer and _computes_floats(operation):
-      steps.setdefault(operation.step.number, _group_of_results(operation, low))
-  read = {i: readers[value] for i, value in enumerate(graph.arguments) if value in readers}
-  return Plan(_groups_of_arguments(graph, floats, readers), steps, additions, read)
+    if is_known or operation in of_optimizer or not any(v.is_floating for v in operation.results):
+      continue
+    in_low: RangeKind = "gradients" if where.direction == "backward" else "activations"
+    steps.setdefault(number, Group(in_low if number in low else "float32", where.path))
+  return Plan(inputs, steps, additions)
 
 
 def _optimizer_work(graph: Graph) -> set[Operation]:
@@ -101,81 +101,29 @@ def _optimizer_work(graph: Graph) -> set[Operation]:
   return work
 
 
-def _backwards(graph: Graph, depth: int) -> Iterator[Operation]:
-  """Yields the operations from the last to the first, in one round more than loops are nested.
-
-  A fact about the carry at the start of a body holds at its end too, in the next round.
-  """
+def _read_outside(graph: Graph, of_optimizer: set[Operation], depth: int) -> set[Value]:
+  """Returns the values that anything but the optimizer reads."""
+  read = set[Value]()
+  # Backwards, it is known for results before operands. What holds for the carry at the start of a
+  # body holds at its end too, in the next round, so there is one round more than loops are nested.
   for _ in range(depth + 1):
-    yield from reversed(graph.operations)
-
-
-def _first_readers(
-  graph: Graph, of_optimizer: set[Operation], depth: int
-) -> Mapping[Value, Location]:
-  """Returns where each value is read first, if anything but the optimizer reads it."""
-  readers = dict[Value, Location]()
-  for operation in _backwards(graph, depth):
-    if _hands_on(operation):
-      # The walk is backwards, so later writes come from earlier readers.
-      later = [readers[result] for result in operation.results if result in readers]
-      readers.update((v, location) for location in later for v in operation.operands)
-    elif operation not in of_optimizer:
-      readers.update(dict.fromkeys(operation.operands, operation.where))
-  return readers
-
-
-def _hands_on(operation: Operation) -> bool:
-  """Whether the consumers of its results read the operands, rather than the operation.
-
-  Values come into a loop, or out of it. `pmap` squeezes all arguments, outside of any module.
-  """
-  return operation.joins is not None or (operation.moves and not operation.where.path)
-
-
-def _computes_floats(operation: Operation) -> bool:
-  """Whether an operation computes floating numbers that were not counted before."""
-  # Moved and recomputed numbers would be counted twice.
-  if operation.moves or operation.casts or operation.where.direction == "recomputed":
-    return False
-  return any(v.is_floating for v in operation.results)
-
-
-def _group_of_results(operation: Operation, low: Collection[int]) -> Group:
-  path = operation.where.path
-  if operation.step.number not in low:
-    return Group("float32", path)
-  if operation.where.direction == "backward":
-    return Group("gradients", path)
-  return Group("activations", path)
-
-
-def _groups_of_arguments(
-  graph: Graph, floats: Mapping[Value, Argument], readers: Mapping[Value, Location]
-) -> dict[int, Group]:
-  """Returns the groups of parameters, and of the arguments that the optimizer alone reads."""
-  # A model or loss alone has no optimizer, and its unused arguments are no state.
-  has_optimizer = any(each.where.direction == "backward" for each in graph.computing())
-  groups = dict[int, Group]()
-  for position, value in enumerate(graph.arguments):
-    if value not in floats:
-      continue
-    argument = floats[value]
-    if has_optimizer and value.consumers and value not in readers:
-      groups[position] = Group("optimizer state", argument.name)
-    elif argument.is_first:
-      groups[position] = Group("parameters", argument.name)
-  return groups
+    for operation in reversed(graph.operations):
+      # Values come into a loop, or out of it, and `pmap` squeezes all arguments, outside of any
+      # module. The consumers of the results read them, rather than the operation.
+      if operation.joins is not None or (operation.moves and not operation.where.path):
+        is_read = not read.isdisjoint(operation.results)
+      else:
+        is_read = operation not in of_optimizer
+      if is_read:
+        read.update(operation.operands)
+  return read
 
 
 # Updates
 
 
 def _additions(
-  graph: Graph,
-  floats: Mapping[Value, Argument],
-  outputs: Sequence[Path],
-  readers: Mapping[Value, Location],
+  graph: Graph, floats: Mapping[Value, Argument], outputs: Sequence[Path], read: Collection[Value]
 ) -> dict[int, Addition]:
   """Returns the steps that add an update to an argument, by their numbers.
 
@@ -183,10 +131,23 @@ def _additions(
   alone reads must be a copy of parameters, such as float32 masters. Otherwise it is a running sum,
   as of accumulated gradients.
   """
-  parameters = _parameters(floats, readers)
+  # Parameters are read outside of the optimizer, or known by their name.
+  parameters = {
+    value: argument
+    for value, argument in floats.items()
+    if value in read or (argument.is_first and argument.is_parameter)
+  }
   # Masters in float32 are arguments that only the optimizer reads. The new parameters are copies of
-  # them.
-  stored = _stored_in(parameters, graph, outputs)
+  # them, or `p + (master - p)`, as `optax.apply_updates` computes them.
+  stored = set[Value]()
+  paths = {argument.keys for argument in parameters.values()}
+  for path, result in zip(outputs, graph.results, strict=False):
+    # A step may return the parameters alone, or first in a tuple.
+    if path in paths or path[1:] in paths:
+      stored.update(_copies(result))
+      for operation in _sums_behind(result):
+        stored.update(*(_copies(x.operands[0]) for x in _differences(operation.operands)))
+
   additions = dict[int, Addition]()
   for path, result in zip(outputs, graph.results, strict=False):
     # The result must have the type of the argument, since a training step returns its state.
@@ -194,43 +155,10 @@ def _additions(
     for operation in _sums_behind(result):
       # A sum with an argument that is no parameter counts only if it becomes a parameter.
       is_stored = operation.results[0] in stored
-      addition = _addition(operation, olds, floats)
+      addition = _addition(operation, olds)
       if addition is not None and (is_stored or addition.old in parameters):
         additions.setdefault(operation.step.number, addition)
   return additions
-
-
-def _parameters(
-  floats: Mapping[Value, Argument], readers: Mapping[Value, Location]
-) -> dict[Value, Argument]:
-  """Returns the arguments that are read outside of the optimizer, or are parameters by name."""
-  return {
-    value: argument
-    for value, argument in floats.items()
-    if value in readers or (argument.is_first and argument.is_parameter)
-  }
-
-
-def _stored_in(
-  parameters: Mapping[Value, Argument], graph: Graph, outputs: Sequence[Path]
-) -> set[Value]:
-  """Returns the values that new parameters are: copies, or `p + (value - p)`."""
-  # A step may return the parameters alone, or first in a tuple.
-  paths = {argument.keys for argument in parameters.values()}
-  pairs = zip(outputs, graph.results, strict=False)
-  news = [result for path, result in pairs if path in paths or path[1:] in paths]
-  stored = {copy for new in news for copy in _copies(new)}
-  for operation in [each for new in news for each in _sums_behind(new)]:
-    # `optax.apply_updates` with masters computes `p + (master - p)`. Its result is the master.
-    stored.update(*(_copies(each.operands[0]) for each in _differences(operation)))
-  return stored
-
-
-def _differences(operation: Operation) -> list[Operation]:
-  """Returns the subtractions whose results an operation takes."""
-  copies = [copy for v in operation.operands for copy in _copies(v)]
-  makers = [v.made_by for v in copies if v.made_by is not None]
-  return [each for each in makers if each.eqn.primitive is sub_p]
 
 
 def _may_become(value: Value, argument: Argument, result: Value, path: Path) -> bool:
@@ -251,15 +179,23 @@ def _sums_behind(result: Value) -> list[Operation]:
 
   That computes with the bits of the sum, and loses nothing on average.
   """
-  makers = [v.made_by for v in _copies(result) if v.made_by is not None]
+  makers = _makers([result])
   if any(each.eqn.primitive is bitcast_convert_type_p for each in makers):
     return []
   return [each for each in makers if each.eqn.primitive in (add_p, sub_p, scatter_add_p)]
 
 
-def _addition(
-  operation: Operation, olds: Sequence[Value], floats: Mapping[Value, Argument]
-) -> Addition | None:
+def _differences(values: Iterable[Value]) -> list[Operation]:
+  """Returns the subtractions of which values may be the results."""
+  return [each for each in _makers(values) if each.eqn.primitive is sub_p]
+
+
+def _makers(values: Iterable[Value]) -> list[Operation]:
+  """Returns the operations that computed the elements of values."""
+  return [x.made_by for value in values for x in _copies(value) if x.made_by is not None]
+
+
+def _addition(operation: Operation, olds: Sequence[Value]) -> Addition | None:
   """Returns which of the arguments `olds` an operation adds to, if any."""
   # `update - old` and a scatter into the update do not update the argument.
   is_symmetric = operation.eqn.primitive is add_p
@@ -268,18 +204,13 @@ def _addition(
   for old in olds:
     for position, copies in enumerate(candidates):
       # The sum may take a cast or clipped argument.
-      if old in copies:
-        if _adds_difference_from(old, operation.operands[1 - position]):
-          return None
-        return Addition(old, floats[old].name, position)
+      if old not in copies:
+        continue
+      # If the update is `master - old`, it is the master that an optimizer updates.
+      differences = _differences([operation.operands[1 - position]])
+      is_of_master = any(old in _copies(each.operands[1]) for each in differences)
+      return None if is_of_master else Addition(old, position)
   return None
-
-
-def _adds_difference_from(old: Value, update: Value) -> bool:
-  """Whether an update is `master - old`: then it is the master that an optimizer updates."""
-  makers = [v.made_by for v in _copies(update) if v.made_by is not None]
-  differences = [each for each in makers if each.eqn.primitive is sub_p]
-  return any(old in _copies(each.operands[1]) for each in differences)
 
 
 def _copies(value: Value) -> dict[Value, None]:
@@ -288,25 +219,20 @@ def _copies(value: Value) -> dict[Value, None]:
   pending = [value]
   while pending:
     each = pending.pop()
-    if each not in copies:
-      copies[each] = None
-      pending += _copied_by(each)
+    if each in copies:
+      continue
+    copies[each] = None
+    operation = each.made_by
+    if operation is None:
+      continue
+    # A loop carries elements at their positions, and a branch returns them.
+    if operation.joins:
+      pending += operation.operands
+    elif operation.facts.exact or operation.casts:
+      # A selection takes its mask and its scalars as operands too. These are no copies.
+      shape = _without_ones(each)
+      pending += [v for v in operation.operands if v.is_floating and _without_ones(v) == shape]
   return copies
-
-
-def _copied_by(value: Value) -> list[Value]:
-  """Returns the operands whose elements a value has at the same positions."""
-  operation = value.made_by
-  if operation is None:
-    return []
-  # A loop carries elements at their positions, and a branch returns them.
-  if operation.joins:
-    return operation.operands
-  if not (operation.facts.exact or operation.casts):
-    return []
-  shape = _without_ones(value)
-  # A selection takes its mask and its scalars as operands too. These are no copies.
-  return [v for v in operation.operands if v.is_floating and _without_ones(v) == shape]
 
 
 def _without_ones(value: Value) -> list[int]:

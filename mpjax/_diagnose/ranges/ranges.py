@@ -5,19 +5,20 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._core.errors import MpjaxTypeError, check_call, kind_of
+from mpjax._core.errors import check_call
 from mpjax._core.leaves import changes_nothing
 from mpjax._core.trees import is_floating
-from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, P, PyTree, is_inexact
+from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray, P
 from mpjax._diagnose.call import Call
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.ranges.low_steps import programs_of, programs_of_gradient
-from mpjax._diagnose.ranges.plan import Addition, Group, Plan, plan
+from mpjax._diagnose.ranges.plan import Addition, Plan, plan
 from mpjax._diagnose.ranges.report import FORMATS, HEADROOM, GroupRanges, RangesReport, Rescaled
 from mpjax._diagnose.report import Advance, Pending
 from mpjax._jaxpr.compat import bind
@@ -68,42 +69,6 @@ def ranges(fn: Callable[P, object]) -> Callable[P, RangesReport]:
   return Pending("mpjax.ranges(fn)", fn, ranges_of_call, _FIX)
 
 
-def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
-  """Returns the value and gradient of a loss by the floating arrays in its first argument.
-
-  The gradient is that of the loss times `scale`.
-  """
-
-  def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
-    # JAX differentiates by floating arrays only. The rest of the first argument stays as it is.
-    call = Call(args[:1], {}, is_traced=lambda x: isinstance(x, jax.Array) and is_inexact(x))
-
-    def scaled_loss(arrays: Sequence[Leaf]) -> tuple[Leaf, list[Array]]:
-      first, _ = call.with_arrays(arrays)
-      returned = loss_fn(*first, *args[1:], **kwargs)
-      value, *aux = returned if isinstance(returned, tuple) else (returned,)
-      _check_loss(value, args)
-      # A factor of 1 would add a multiplication to the jaxpr, which a report would show.
-      scaled = value if scale == 1 else scale * value
-      # `value_and_grad` returns aux as it is, and text is no result of a jaxpr.
-      return scaled, [x for x in jax.tree.leaves(aux) if isinstance(x, jax.Array)]
-
-    return jax.value_and_grad(scaled_loss, has_aux=True)(call.arrays)
-
-  return gradient
-
-
-def _check_loss(value: Leaf, args: Args) -> None:
-  """Raises unless a loss had positional arguments and returned a floating scalar."""
-  if not args or getattr(value, "shape", None) != () or not is_inexact(value):
-    raise MpjaxTypeError(
-      "mpjax.tune(loss_fn)",
-      expected="a loss of parameters, by position, that returns a floating scalar",
-      got=f"one that returns {kind_of(value)}" if args else "no argument by position",
-      fix="Pass (params, x=x), and take the mean: jnp.mean(fn(params, x) ** 2).",
-    )
-
-
 def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> RangesReport:
   """Returns the report of one call; `advance` takes how many operations are done, of how many."""
   call = Call(args, kwargs, "mpjax.ranges(fn)")
@@ -111,24 +76,29 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
   is_loss = args and call.returned_loss(program, outputs)
-  programs = programs_of_gradient(call, fn, gradient_of) if is_loss else programs_of(call, fn)
+  programs = programs_of_gradient(call, fn) if is_loss else programs_of(call, fn)
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]
   states = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
   counting = plan(body, call.arguments(fn, states), programs.low, programs.outputs)
   name = getattr(fn, "__name__", type(fn).__name__)
-  rows, scale = _counted(body, operands, counting, advance)
-  report = RangesReport(name, rows, scale)
+  rows, in_use = _counted(body, operands, counting, advance)
+  report = RangesReport(name, rows, in_use)
   # Without a scale there is nothing to reduce, and without an overflow no reason to.
-  if report.loss_scale_in_use is None or _nonfinite(report.of("gradients")) == 0:
-    return report
-
-  def gradients_at(scale: float) -> tuple[GroupRanges, ...]:
-    factor = scale / (report.loss_scale_in_use or 1.0)
-    return _counted(body, operands, counting.of_kind("gradients"), advance, factor)[0]
-
-  return dataclasses.replace(report, rescaled=_without_overflow(report, gradients_at))
+  fewest, scale = _nonfinite(report.of("gradients")), in_use or 1.0
+  # Gradients at another scale need no parameters and no updates.
+  gradients = {number: each for number, each in counting.steps.items() if each.kind == "gradients"}
+  of_gradients = Plan({}, gradients, {})
+  # Each run takes as long as the first, so the scale falls in large steps. A number that overflows
+  # at scale 1 too is no fault of the scale.
+  while fewest > 0 and scale > 1:
+    scale *= _SMALLER
+    rows, _ = _counted(body, operands, of_gradients, advance, scale / (in_use or 1.0))
+    if _nonfinite(rows) < fewest:
+      fewest = _nonfinite(rows)
+      report = dataclasses.replace(report, rescaled=Rescaled(scale, rows))
+  return report
 
 
 def scale_for_float16(
@@ -145,24 +115,6 @@ def _nonfinite(rows: Sequence[GroupRanges]) -> int:
   return sum(row.inf + row.nan for row in rows)
 
 
-def _without_overflow(
-  report: RangesReport, gradients_at: Callable[[float], tuple[GroupRanges, ...]]
-) -> Rescaled | None:
-  """Returns the gradients at a smaller loss scale, if fewer of them overflow there.
-
-  A number that overflows at scale 1 too is no fault of the scale.
-  """
-  # Each run takes as long as the first, so the scale falls in large steps.
-  fewest, best = _nonfinite(report.of("gradients")), None
-  scale = report.loss_scale_in_use or 1.0
-  while fewest > 0 and scale > 1:
-    scale *= _SMALLER
-    gradients = gradients_at(scale)
-    if _nonfinite(gradients) < fewest:
-      fewest, best = _nonfinite(gradients), Rescaled(scale, gradients)
-  return best
-
-
 def _counted(
   body: Body, operands: Sequence[Array], counting: Plan, advance: Advance, factor: float = 1.0
 ) -> tuple[tuple[GroupRanges, ...], float | None]:
@@ -177,21 +129,6 @@ def _counted(
   ranges_of = {group: GroupRanges(group.kind, group.path) for group in every_group}
   for position, group in counting.inputs.items():
     add(ranges_of[group], operands[position])
-  scales = _count_results(body, operands, counting, ranges_of, advance, factor)
-  # Several different scales cannot be divided out of the gradients.
-  scale = scales.pop() if len(scales) == 1 else None
-  return tuple(row for row in ranges_of.values() if row.total), scale
-
-
-def _count_results(
-  body: Body,
-  operands: Sequence[Array],
-  counting: Plan,
-  ranges_of: Mapping[Group, GroupRanges],
-  advance: Advance,
-  factor: float,
-) -> set[float]:
-  """Runs a function, adds the results of its steps to their groups, and returns its loss scales."""
   # Progress counts the runs of steps. Iterations of a `while` are unknown, so the total is a lower
   # bound.
   counted = [step for step in body.every_step() if step.number in counting.steps]
@@ -233,7 +170,9 @@ def _count_results(
       add(row, *each, place=next(places))
 
   run_on_host(body, operands, Look(compute=compute, pick=pick, see=see))
-  return scales
+  # Several different scales cannot be divided out of the gradients.
+  scale = scales.pop() if len(scales) == 1 else None
+  return tuple(row for row in ranges_of.values() if row.total), scale
 
 
 def _update_and_lost(
@@ -246,7 +185,8 @@ def _update_and_lost(
   with_zeros[addition.operand] = jnp.zeros_like(old)
   (update,) = bind(step.eqn, with_zeros)
   # A sum in float32 rounds where it is cast to the dtype in which the argument is stored.
-  stored, new = old.astype(addition.dtype), result.astype(addition.dtype)
+  dtype = addition.old.aval.dtype
+  stored, new = old.astype(dtype), result.astype(dtype)
   return [update, changes_nothing(stored, new, update)]
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import primitives as p
@@ -149,18 +149,24 @@ class SensitivityReport(Report):
     for row in self.roundings:
       key = unnumbered(row.path), row.source, row.operation, row.direction, row.dtype
       groups.setdefault(key, []).append(row)
-    ranked = sorted(groups.values(), key=_rank)
+
+    def contribution(group: Sequence[RoundingRow]) -> float:
+      return math.hypot(*(row.contribution for row in group))
+
+    def rank(group: Sequence[RoundingRow]) -> tuple[bool, float]:
+      return not any(row.overflows for row in group), -contribution(group)
+
     rows = [
       (
         path_of_layers(row.path for row in group),
         f"{_OPERATIONS.get(group[0].operation, group[0].operation)} "
         f"{_DIRECTIONS[group[0].direction]}".rstrip(),
         group[0].dtype,
-        "inf" if any(row.overflows for row in group) else f"{_contribution(group):.1g}",
+        "inf" if any(row.overflows for row in group) else f"{contribution(group):.1g}",
         f"{max(row.amplification for row in group):.2g}",
         str(group[0].source or "-"),
       )
-      for group in ranked
+      for group in sorted(groups.values(), key=rank)
     ]
     columns = "module, operation, to, contribution, amplified, line"
     return Section.cut("Roundings by their contribution", columns, rows, lines)
@@ -171,14 +177,14 @@ class SensitivityReport(Report):
     first = f"With these changes the predicted error is {_text(self.predicted_with_cures)}, and "
     first += f"the measured one {_text(self.measured_with_cures)}. They move "
     lines = [f"{first}{percent(self.cured_share)} of the matmuls' FLOPs to float32."]
-    lines += [f"{i}. {self._line_of(code)}{code}" for i, code in enumerate(self.cures, 1)]
+    for i, code in enumerate(self.cures, 1):
+      # A rule is not written at the line.
+      source = next((row.source for row in self.roundings if row.cure == code), None)
+      is_at_line = source is not None and not code.startswith("mpjax.Rule")
+      lines.append(f"{i}. {source}: {code}" if is_at_line else f"{i}. {code}")
     return Section(
       f"Cures of roundings that are amplified more than {THRESHOLD:.0f} times", tuple(lines)
     )
-
-  def _line_of(self, code: str) -> str:
-    source = next((row.source for row in self.roundings if row.cure == code), None)
-    return "" if source is None or code.startswith("mpjax.Rule") else f"{source}: "
 
   def _decisions(self) -> Section:
     rows = [
@@ -206,14 +212,6 @@ _OPERATIONS = {
 
 _DIRECTIONS = {"forward": "", "backward": "backward", "recomputed": "again"}
 """The pass of a rounding, as a table shows it."""
-
-
-def _rank(group: list[RoundingRow]) -> tuple[bool, float]:
-  return not any(row.overflows for row in group), -_contribution(group)
-
-
-def _contribution(group: list[RoundingRow]) -> float:
-  return math.hypot(*(row.contribution for row in group))
 
 
 def _text(error: float) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.autocast import autocast
@@ -14,18 +13,20 @@ from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._diagnose.call import Argument, Call, has_backward_pass
 from mpjax._diagnose.expectations import check_float32, lows_of
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.matmul_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._diagnose.module_names import with_models_under
 from mpjax._diagnose.parameter_scopes import name_by_parameters
-from mpjax._diagnose.ranges.ranges import gradient_of, scale_for_float16
+from mpjax._diagnose.ranges.ranges import scale_for_float16
 from mpjax._diagnose.report import Advance, Pending
+from mpjax._diagnose.sensitivity.errors import Errors, before_nonfinite, errors_of
 from mpjax._diagnose.sensitivity.report import (
   THRESHOLD,
   DecisionRow,
   RoundingRow,
   SensitivityReport,
 )
-from mpjax._diagnose.sensitivity.roundings import Errors, Rounding, before_nonfinite, errors_of
+from mpjax._diagnose.sensitivity.roundings import Rounding
 from mpjax._diagnose.suggested_changes import Cure, cures_of
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.steps import Step, body_of
@@ -94,9 +95,20 @@ def sensitivity(
       if not lows_of(Graph(call.traced(fn)[0])):
         fn = autocast(plain, parsed)
     program, counted, kind = _traced(fn, call, args, advance)
-    paths = _paths_of(program, call.arguments(fn))
+    graph = Graph(program)
+    owners = [one.module if one.is_first else () for one in call.arguments(fn)]
+    named = name_by_parameters(graph, owners)
+
+    def paths(step: Step) -> str:
+      return step.location.path or "/".join(named.get(step.key, ()))
+
     errors, cures, cured = _with_cures(program, call, counted, paths, advance)
-    low_flops, moved_flops = _flops(program, cures)
+    # The FLOPs of matmuls in low precision, and those that cures move to float32.
+    low_flops, moved_flops = 0, 0
+    for matmul, dtype, flops in graph.matmuls():
+      if format_of_matmul(matmul, dtype) not in WIDE_FORMATS:
+        low_flops += flops
+        moved_flops += flops if any(each.covers(matmul.step) for each in cures) else 0
     return SensitivityReport(
       name=name,
       of=kind,
@@ -161,12 +173,9 @@ def _traced(
       counted = _updated(Graph(program), call, call.arguments(fn), outputs)
     kind = "update" if counted else "result"
     counted = counted or dict.fromkeys(range(len(outputs)))
-  counted = {i: j for i, j in counted.items() if _is_inexact(program.out_avals[i])}
+  types = [aval.dtype for aval in program.out_avals]
+  counted = {i: j for i, j in counted.items() if jnp.issubdtype(types[i], jnp.inexact)}
   return program, counted, kind
-
-
-def _is_inexact(aval: ShapedArray) -> bool:
-  return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _updated(
@@ -211,14 +220,6 @@ def _summed(value: Value) -> set[Value]:
       waiting += made_by.operands
   # A function that returns an argument as it is adds nothing to it.
   return found - {value}
-
-
-def _paths_of(program: ClosedJaxpr, arguments: Sequence[Argument]) -> Callable[[Step], str]:
-  """Returns a function that returns the path of the module of an operation."""
-  graph = Graph(program)
-  owners = [one.module if one.is_first else () for one in arguments]
-  named = name_by_parameters(graph, owners if len(owners) == len(graph.arguments) else [])
-  return lambda step: step.location.path or "/".join(named.get(step.key, ()))
 
 
 def _with_cures(
@@ -270,16 +271,6 @@ def _with_cures(
     cures[:] = cures_of(culprits, every_step)
     errors = errors_of(program, operands, counted, is_cured)
   return first, cures, errors
-
-
-def _flops(program: ClosedJaxpr, cures: Sequence[Cure]) -> tuple[int, int]:
-  """Returns the FLOPs of matmuls in low precision, and those that cures move to float32."""
-  low, moved = 0, 0
-  for matmul, dtype, flops in Graph(program).matmuls():
-    if format_of_matmul(matmul, dtype) not in WIDE_FORMATS:
-      low += flops
-      moved += flops if any(each.covers(matmul.step) for each in cures) else 0
-  return low, moved
 
 
 def _name(step: Step) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpjax._diagnose.report import MOST, WIDTH, Report, Section, amount, percent
+from mpjax._diagnose.report import WIDTH, Report, Section, amount, percent, some
 from mpjax._matmul.recipes import recipe_of
 from mpjax._policy.policy import Policy, shortest_text
 from mpjax._policy.rules import Rule
@@ -130,51 +130,44 @@ class TuneReport(Report):
     """Returns the table of modules."""
     # The share of low precision is the answer, even if it is 0.
     is_low = any(name != "float32" for name in self.shares)
-    first, *others = self.shares if is_low else (compute_dtype_of(self.policy), *self.shares)
+    first, *others = self.shares if is_low else (self.policy.compute_dtype.name, *self.shares)
     share = f"{percent(self.shares.get(first, 0.0))} of the FLOPs of matmuls run in {first}"
     share += "".join(f", {percent(self.shares[name])} in {name}" for name in others)
     errors = f"{_text(self.error)}, with {_text(self.tolerance)} allowed"
-    lines = [f"{share}; the relative error of the gradient is {errors}.", *self._tradeoff()]
-    # Without float16 values the headroom is inf.
-    if math.isfinite(self.headroom):
-      asked = f"with {_times(self.required_headroom)} asked for"
-      lines.append(f"Float16 values may grow {_times(self.headroom)} times, {asked}.")
-    columns = ("module", "error", "headroom", "FLOPs", "in")
-
-    # Modules without the headroom need another format whatever their error is. NaN is no headroom.
-    def rank(module: ModuleReport) -> tuple[bool, float]:
-      return not module.headroom < self.required_headroom, -module.error
-
-    ranked = sorted(self.modules, key=rank)
-    title = f"Error that each module causes in {self._name_of(self.policies[0])}"
-    return Section(title, tuple(lines), columns, tuple(map(self._row, ranked)), MOST)
-
-  def _tradeoff(self) -> list[str]:
-    """Returns what the rules buy, and which tolerances make sense."""
+    lines = [f"{share}; the relative error of the gradient is {errors}."]
+    # What the rules buy, and which tolerances make sense.
     plain, noise = self.plain.error, self.plain.noise
     name = self._name_of(self.policies[0])
     if math.isfinite(plain):
-      lines = [f"Without rules, {name} has an error of {_text(plain)}. Float32 has {noise:.1g}."]
+      result = f"{name} has an error of {_text(plain)}"
     else:
-      lines = [f"Without rules, the gradient in {name} is not finite. Float32 has {noise:.1g}."]
+      result = f"the gradient in {name} is not finite"
+    lines.append(f"Without rules, {result}. Float32 has {noise:.1g}.")
     if self.upgrades and math.isfinite(plain) and self.plain.headroom >= self.required_headroom:
       moved = percent(max(self.plain.half_share - self.half_share, 0.0))
       bought = f"take the error from {_text(plain)} to {_text(self.error)}"
       lines.append(f"The rules {bought}, and move {moved} of the FLOPs to float32.")
       lines.append(f"With tolerance={_above(plain)} or more there would be no rules.")
-    return lines
+    # Without float16 values the headroom is inf.
+    if math.isfinite(self.headroom):
+      asked = f"with {_times(self.required_headroom)} asked for"
+      lines.append(f"Float16 values may grow {_times(self.headroom)} times, {asked}.")
 
-  def _row(self, module: ModuleReport) -> tuple[str, ...]:
-    """Returns the cells of a module."""
-    # A column without text is not printed.
-    headroom = "" if self._has_no_float16 else _times(module.headroom)
-    upgrade = self.upgrades.get(module.path)
-    if module.path in self.formats:
-      ran = " ".join(self.formats[module.path])
-    else:
+    # Modules without the headroom need another format whatever their error is. NaN is no headroom.
+    def rank(module: ModuleReport) -> tuple[bool, float]:
+      return not module.headroom < self.required_headroom, -module.error
+
+    rows: list[tuple[str, ...]] = []
+    for module in sorted(self.modules, key=rank):
+      headroom = "" if self._has_no_float16 else _times(module.headroom)
+      upgrade = self.upgrades.get(module.path)
+      # A module without matmuls ran in no format, but may have an upgrade.
       ran = "" if upgrade is None else format_of_policy(upgrade)
-    name = module.path or "(root)"
-    return (name, f"{module.error:.2g}", headroom, percent(module.flops_share), ran)
+      ran = " ".join(self.formats.get(module.path, (ran,)))
+      flops = percent(module.flops_share)
+      rows.append((module.path or "(root)", f"{module.error:.2g}", headroom, flops, ran))
+    title = f"Error that each module causes in {name}"
+    return Section.cut(title, "module, error, headroom, FLOPs, in", rows, lines)
 
   @property
   def _has_no_float16(self) -> bool:
@@ -205,7 +198,10 @@ class TuneReport(Report):
       paths = _some_paths(self.kernels)
       lines.append(f"Kernels of {paths} ran in float32, as traced, in every choice.")
     if len(self.policies) > 1:
-      lines.extend(_assignment("policy", shortest_text(self.policy)))
+      # A report would fold a line that is wider than the page, and the fold would be in the string.
+      text = f'"{shortest_text(self.policy)}"'
+      line = f"policy = {text}"
+      lines += [line] if len(line) <= WIDTH else ["policy = (", f"  {text}", ")"]
     # The printed code must run when it is pasted.
     if any(isinstance(rule.path, re.Pattern) for rule in self.rules):
       lines.append("import re")
@@ -220,23 +216,21 @@ class TuneReport(Report):
       return Section()
     names = list(dict.fromkeys(name for each in self.evaluations for name in each.shares))
     columns = (*names, "predicted", "error", "headroom", "", "upgraded")
-    rows = tuple(self._choice(each, names) for each in self.evaluations)
-    return Section("Choices that were measured, by share of the FLOPs", (), columns, rows)
-
-  def _choice(self, choice: Evaluation, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the cells of a choice; `names` are the formats that have a column."""
-    shares = (percent(choice.shares.get(name, 0.0)) for name in names)
-    headroom = "" if self._has_no_float16 else _times(choice.headroom)
-    is_best = (choice.policy, choice.upgrades) == (self.policy, self.upgrades)
-    is_good = choice.error <= self.tolerance and choice.headroom >= self.required_headroom
-    verdict = "chosen" if is_best else "good" if is_good else ""
-    paths = collections.defaultdict[str, list[str]](list)
-    for path, policy in choice.upgrades.items():
-      name = self._name_of(policy) if policy in self.policies else "float32"
-      paths[name].append(path)
-    upgraded = "; ".join(f"{name}: {_some_paths(of)}" for name, of in paths.items())
-    errors = _text(choice.predicted), _text(choice.error)
-    return (*shares, *errors, headroom, verdict, upgraded or "nothing")
+    rows: list[tuple[str, ...]] = []
+    for choice in self.evaluations:
+      shares = (percent(choice.shares.get(name, 0.0)) for name in names)
+      headroom = "" if self._has_no_float16 else _times(choice.headroom)
+      is_best = (choice.policy, choice.upgrades) == (self.policy, self.upgrades)
+      is_good = choice.error <= self.tolerance and choice.headroom >= self.required_headroom
+      verdict = "chosen" if is_best else "good" if is_good else ""
+      paths = collections.defaultdict[str, list[str]](list)
+      for path, policy in choice.upgrades.items():
+        name = self._name_of(policy) if policy in self.policies else "float32"
+        paths[name].append(path)
+      upgraded = "; ".join(f"{name}: {_some_paths(of)}" for name, of in paths.items())
+      errors = _text(choice.predicted), _text(choice.error)
+      rows.append((*shares, *errors, headroom, verdict, upgraded or "nothing"))
+    return Section("Choices that were measured, by share of the FLOPs", (), columns, tuple(rows))
 
   def _name_of(self, policy: Policy) -> str:
     """Returns the format of a policy, or its text if another policy has the same format."""
@@ -257,28 +251,12 @@ _LISTED = 3
 
 
 def _some_paths(paths: Sequence[str]) -> str:
-  """Returns the first paths, and how many more there are."""
-  first = ", ".join(path or "(root)" for path in paths[:_LISTED]) or "nothing"
-  more = len(paths) - _LISTED
-  return f"{first} and {more} more" if more > 0 else first
-
-
-def _assignment(name: str, text: str) -> list[str]:
-  """Returns the lines of code that assign a string, none of which is broken by a report."""
-  # A report would fold a line that is wider than the page, and the fold would be in the string.
-  line = f'{name} = "{text}"'
-  return [line] if len(line) <= WIDTH else [f"{name} = (", f'  "{text}"', ")"]
+  return some([path or "(root)" for path in paths], _LISTED)
 
 
 def format_of_policy(policy: Policy) -> str:
   """Returns the format in which a policy multiplies: its recipe, or else the compute dtype."""
-  if policy.matmul is None:
-    return compute_dtype_of(policy)
-  return recipe_of(policy.matmul).name
-
-
-def compute_dtype_of(policy: Policy) -> str:
-  return policy.compute_dtype.name
+  return policy.compute_dtype.name if policy.matmul is None else recipe_of(policy.matmul).name
 
 
 def _times(headroom: float) -> str:

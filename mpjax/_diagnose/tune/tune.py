@@ -16,6 +16,7 @@ from mpjax._core.types import HALVES, Args, Function, Kwargs, NumpyArray, P, is_
 from mpjax._diagnose.audit.not_entered import find_kernels
 from mpjax._diagnose.call import Call
 from mpjax._diagnose.expectations import check_float32, lows_of
+from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.matmul_formats import (
   FLOAT32_POLICY,
   WIDE_FORMATS,
@@ -25,11 +26,11 @@ from mpjax._diagnose.matmul_formats import (
 from mpjax._diagnose.module_names import with_models_under
 from mpjax._diagnose.parameter_scopes import with_parameter_scopes
 from mpjax._diagnose.paths import rule_paths_of
-from mpjax._diagnose.ranges.ranges import gradient_of, scale_for_float16
+from mpjax._diagnose.ranges.ranges import scale_for_float16
 from mpjax._diagnose.ranges.report import HEADROOM
 from mpjax._diagnose.relative_errors import norm_of, relative_error
 from mpjax._diagnose.report import Advance, Pending
-from mpjax._diagnose.sensitivity.roundings import errors_of
+from mpjax._diagnose.sensitivity.errors import errors_of
 from mpjax._diagnose.tune.report import Evaluation, ModuleReport, TuneReport
 from mpjax._diagnose.tune.rules import rules_for
 from mpjax._jaxpr.graph import Graph
@@ -215,8 +216,9 @@ def _tuned(
     shares = shares_of(flops)
     formats_of_modules: dict[str, tuple[str, ...]] = {}
     for path, of_module in flops.items():
-      known = formats_of_modules.setdefault(rule_paths.get(path, path), ())
-      formats_of_modules[rule_paths.get(path, path)] = tuple(dict.fromkeys((*known, *of_module)))
+      path = rule_paths.get(path, path)
+      known = formats_of_modules.get(path, ())
+      formats_of_modules[path] = tuple(dict.fromkeys((*known, *of_module)))
     contributions: dict[str, float] = {}
     headroom: dict[str, float] = {}
     for each in errors.roundings:
@@ -262,7 +264,14 @@ def _tuned(
     policies=tuple(policies),
     tolerance=goal.tolerance,
     required_headroom=goal.headroom,
-    **{name: getattr(best, name) for name in _OF_BEST},
+    policy=best.policy,
+    rules=best.rules,
+    error=best.error,
+    headroom=best.headroom,
+    half_share=best.half_share,
+    shares=best.shares,
+    formats=best.formats,
+    upgrades=best.upgrades,
     plain=plain,
     evaluations=tuple(evaluations),
     bound=bound,
@@ -282,10 +291,6 @@ def _tuned(
       dict.fromkeys(each.path for each in find_kernels(low) if each.dtype == "float32")
     ),
   )
-
-
-_OF_BEST = ("policy", "rules", "error", "headroom", "half_share", "shares", "formats", "upgrades")
-"""The fields of the best choice that are also fields of the report."""
 
 
 def _upgrade(

@@ -53,13 +53,15 @@ CURES = [
 ]
 
 
-def test_what_a_report_advises_cures():
-  for fn, x, cause, cure, cured in CURES:
-    x = jnp.asarray(x, jnp.float32)
-    found = mpjax.find_nonfinite(fn)(x)
-    assert cause in f"{found.direction}: {found.cause}"
-    assert found.cure.startswith(cure), cause
-    assert not mpjax.find_nonfinite(lambda x, fn=fn, cured=cured: fn(cured(x)))(x), cause
+@pytest.mark.parametrize(
+  ("fn", "x", "cause", "cure", "cured"), CURES, ids=[cause for _, _, cause, *_ in CURES]
+)
+def test_what_a_report_advises_cures(fn, x, cause, cure, cured):
+  x = jnp.asarray(x, jnp.float32)
+  found = mpjax.find_nonfinite(fn)(x)
+  assert cause in f"{found.direction}: {found.cause}"
+  assert found.cure.startswith(cure)
+  assert not mpjax.find_nonfinite(lambda x: fn(cured(x)))(x)
 
 
 def first_line(cure):

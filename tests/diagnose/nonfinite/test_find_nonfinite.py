@@ -228,13 +228,13 @@ DIRECTIONS = {
 }
 
 
-def test_a_slope_belongs_to_the_backward_pass_and_nothing_else_does():
-  for name, (fn, x, expected) in DIRECTIONS.items():
-    graph = Graph(body_of(jax.make_jaxpr(fn)(x), compiled=True))
-    asked = [each for each in graph.computing() if each.name in dict(expected)]
-    found = {(each.name, direction_of(graph, each)) for each in asked}
-    assert expected <= found, name
-    assert not {(op, "backward") for op, way in expected if way == "forward"} & found, name
+@pytest.mark.parametrize(("fn", "x", "expected"), DIRECTIONS.values(), ids=DIRECTIONS)
+def test_a_slope_belongs_to_the_backward_pass_and_nothing_else_does(fn, x, expected):
+  graph = Graph(body_of(jax.make_jaxpr(fn)(x), compiled=True))
+  asked = [each for each in graph.computing() if each.name in dict(expected)]
+  found = {(each.name, direction_of(graph, each)) for each in asked}
+  assert expected <= found
+  assert not {(op, "backward") for op, way in expected if way == "forward"} & found
 
 
 def test_a_slope_under_remat_is_not_what_was_computed_of_the_same_numbers():

@@ -1,5 +1,6 @@
 """The low precision of the steps of a program is that of the rewritten program."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +9,7 @@ import mpjax
 from mpjax._diagnose.call import Call
 from mpjax._diagnose.ranges.low_steps import programs_of, programs_of_gradient
 from mpjax._jaxpr.reader import walk
-from tests.models.values import normal
+from tests.models.values import filled, normal, shapes
 
 
 def followed(w, x):
@@ -47,15 +48,27 @@ def test_a_policy_of_the_function_itself_decides(policy):
   assert low == ([] if policy is None else ["dot_general"])
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_model_under_a_float32_policy_counts_as_one_without(differentiated):
+  def low_of(model):
+    def loss(variables, x):
+      return jnp.mean(model.apply(variables, x) ** 2)
+
+    if differentiated:
+      return low_in(programs_of_gradient(call, loss))
+    return low_in(programs_of(call, loss))
+
+  model = nn.Dense(8)
+  call = Call((filled(shapes(model, normal(16, 8))), normal(16, 8)), {})
+  assert low_of(mpjax.with_policy(model, "float32")) == low_of(model) != []
+
+
 def test_the_policy_of_a_gradient_is_that_of_its_loss():
   def loss(w, x):
     return jnp.sum(x @ w)  # Its cotangent is a constant, and x an input.
 
-  def gradient_of(fn):
-    return lambda *args: jax.value_and_grad(fn)(*args)
-
   args = normal(16, 8), normal(4, 16, seed=1)
-  assert low_in(programs_of_gradient(Call(args, {}), loss, gradient_of)) == ["dot_general"] * 2
+  assert low_in(programs_of_gradient(Call(args, {}), loss)) == ["dot_general"] * 2
 
 
 def test_what_is_written_in_low_precision_is_in_low_precision():
