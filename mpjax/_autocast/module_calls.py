@@ -7,7 +7,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._policy.active import ACTIVE, EVERY, Active, Region
 from mpjax._policy.audit_record import AUDIT, AuditedModule
+from mpjax._policy.layers import Layers
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm, rewrites
 
@@ -59,32 +60,6 @@ _CHANGES_OTHERS = ("JaxTransformError", "TraceContextError")
 """Errors that Flax raises if a body changes a module that is not among its arguments."""
 
 _WHERE = "mpjax.with_policy(model, policy)"
-
-
-class Layers(NamedTuple):
-  """Layer classes of a framework that need special treatment."""
-
-  # Layers with a `dtype`. Their results are rounded to the compute dtype.
-  rounded: tuple[Class, ...] = ()
-  # Layers that return the dtype of their argument, such as dropout. No consumer widens them.
-  as_given: tuple[Class, ...] = ()
-  # Layers that start each step from their last result, so that rounding errors add up. Their own
-  # operations run in float32.
-  iterates: tuple[Class, ...] = ()
-  # Layers that look up rows. Float8 is too coarse for them, so their own matmuls run in the compute
-  # dtype.
-  tables: tuple[Class, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateKind:
-  """How one kind of state is treated: a collection of Linen, or a class of variables of NNX."""
-
-  # Whether its arrays are parameters. Other state is an input.
-  is_parameter: bool = False
-  # The dtype of new state. "param_dtype" is the `param_dtype` of the policy. "computed" is the
-  # dtype that the model computes under the policy. "declared" is the dtype in the code.
-  dtype_rule: Literal["param_dtype", "computed", "declared"] = "declared"
 
 
 def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:

@@ -20,8 +20,7 @@ from mpjax._jaxpr.compat import NameStack, scopes_of
 from mpjax._jaxpr.locations import PREFIX, path_of
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.steps import body_of
-from mpjax._policy.active import Region
-from mpjax._policy.full_precision import FULL_PRECISION
+from mpjax._policy.active import FULL_PRECISION, Region
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, with_enclosing
 

@@ -10,9 +10,9 @@ from mpjax._core.types import DType, is_low_precision
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import MODULE, NOT_IN, RECIPE
 from mpjax._jaxpr.primitives import AS_TRACED
+from mpjax._policy.active import FULL_PRECISION
 from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.dtypes import written
-from mpjax._policy.full_precision import FULL_PRECISION
 from mpjax._policy.policy import Policy
 
 

@@ -15,6 +15,9 @@ from mpjax._policy.rules import NO_POLICY, ModulePolicy
 AUTOCAST = jax.make_user_context(None)
 """The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
 
+FULL_PRECISION = "mpjax.full_precision"
+"""The named scope that marks the region for autocast."""
+
 EVERY: frozenset[Class] = frozenset({object})
 """A value of `Active.casting`: modules of all classes are called in their compute dtype."""
 

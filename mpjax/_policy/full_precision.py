@@ -9,12 +9,9 @@ from mpjax._core.frameworks import check_function
 from mpjax._core.trees import low_to_float32, map_arrays
 from mpjax._core.types import P
 from mpjax._core.wrappers import wraps
-from mpjax._policy.active import ACTIVE, Active
+from mpjax._policy.active import ACTIVE, FULL_PRECISION, Active
 
 R = TypeVar("R")
-
-FULL_PRECISION = "mpjax.full_precision"
-"""The named scope that marks the region for autocast."""
 
 
 def full_precision(fn: Callable[P, R]) -> Callable[P, R]:

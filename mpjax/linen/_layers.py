@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import flax.linen as nn
 
-from mpjax._autocast.module_calls import Layers, StateKind
+from mpjax._policy.layers import Layers, StateKind
 
 STATE: Mapping[str, StateKind] = {
   "params": StateKind(is_parameter=True, dtype_rule="param_dtype"),

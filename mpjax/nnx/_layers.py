@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from flax import nnx
 
-from mpjax._autocast.module_calls import Layers, StateKind
 from mpjax._core.types import Leaf
+from mpjax._policy.layers import Layers, StateKind
 
 STATE: Mapping[type[nnx.Variable[Leaf]], StateKind] = {
   nnx.Param: StateKind(is_parameter=True, dtype_rule="param_dtype"),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._autocast.module_calls import Layers, attempts, dtype_field, module_call, plain_attribute
+from mpjax._autocast.module_calls import attempts, dtype_field, module_call, plain_attribute
 from mpjax._policy.active import EVERY, Active, Region
+from mpjax._policy.layers import Layers
 from mpjax._policy.rules import ModulePolicy
 
 HALF = mpjax.Policy.parse("mixed_bfloat16")

@@ -58,6 +58,7 @@ OPTIONAL_DEPENDENCIES = ("sklearn", "matplotlib", "hypothesis", "pytest")
 WITHOUT_TESTS = {
   *("mpjax/checkpoints.py", "mpjax/errors.py", "mpjax/reports.py", "mpjax/states.py"),
   *("mpjax/_core/types.py", "mpjax/_optim/states.py"),
+  "mpjax/_policy/layers.py",
 }
 """Re-exports, and names for types: there is no behaviour to test."""
 
