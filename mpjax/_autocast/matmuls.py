@@ -95,7 +95,8 @@ def _why_no_recipe(
     return "it is in float64"
   # The code may also set a dtype of the result that promotion would not give.
   promoted = FLOAT32 if FLOAT32 in dtypes else min(dtypes, key=str)
-  has_result = eqn.params["preferred_element_type"] not in (None, promoted)
+  result = eqn.params["preferred_element_type"]
+  has_result = result is not None and result != promoted  # None would equal float64
   if asked_precision(eqn.params["precision"]) != "" or has_result:
     return "the code asks for its precision"
   if rewriter.settings.in_derivative:

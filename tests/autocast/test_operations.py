@@ -454,18 +454,20 @@ def test_the_end_of_a_policy_has_its_dtype_for_all_consumers_and_is_cast_once():
     assert programs.converts(found) == casts
 
 
-def test_the_end_of_a_policy_is_an_input_in_float32_and_an_activation_in_low_precision():
-  for dtype in (F32, LOW):
-    end = lambda w, x, h, dtype=dtype: end_of_policy(h, jnp.dtype(dtype))  # noqa: E731
-    assert of_matmul(lambda *args, end=end: end(*args) @ end(*args)) == {dtype}
+@pytest.mark.parametrize("dtype", [F32, LOW])
+def test_the_end_of_a_policy_is_an_input_in_float32_and_an_activation_in_low_precision(dtype):
+  end = lambda w, x, h, dtype=dtype: end_of_policy(h, jnp.dtype(dtype))  # noqa: E731
+  assert of_matmul(lambda *args, end=end: end(*args) @ end(*args)) == {dtype}
 
 
-def test_the_end_of_a_layer_is_an_activation_in_the_compute_dtype():
+@pytest.mark.parametrize(
+  "layer", [lambda w, x, h: w / 3, lambda w, x, h: x, lambda w, x, h: jnp.exp(h) + h]
+)
+def test_the_end_of_a_layer_is_an_activation_in_the_compute_dtype(layer):
   # Of a parameter alone, of an input alone, and of a float32 activation.
-  for layer in (lambda w, x, h: w / 3, lambda w, x, h: x, lambda w, x, h: jnp.exp(h) + h):
-    end = lambda *args, layer=layer: end_of_layer(layer(*args), LOW)  # noqa: E731
-    assert runs_in(lambda *args, end=end: jnp.tanh(end(*args)), "tanh") == {LOW}
-    assert of_matmul(lambda *args, end=end: end(*args) @ end(*args)) == {LOW}
+  end = lambda *args, layer=layer: end_of_layer(layer(*args), LOW)  # noqa: E731
+  assert runs_in(lambda *args, end=end: jnp.tanh(end(*args)), "tanh") == {LOW}
+  assert of_matmul(lambda *args, end=end: end(*args) @ end(*args)) == {LOW}
 
 
 def test_a_float32_result_of_the_policy_is_not_rounded_at_the_end_of_a_layer():
@@ -534,16 +536,20 @@ def test_a_padded_array_keeps_its_dtype():
 # Operations that run as they were traced.
 
 
-def test_the_users_dtypes_and_precision_stay():
+def test_the_users_precision_stays():
   highest = functools.partial(jnp.dot, precision="highest")
   assert of_matmul(lambda w, x, h: highest(h, w)) == {F32}
-  for result in ("bfloat16", "float64"):
-    fun = functools.partial(lax.dot, preferred_element_type=result)
-    with jax.enable_x64(True):
-      a = jnp.full((8, 8), 2.0**40, jnp.float32)
-      found = mpjax.autocast(fun, "mixed_float16")(a, a)
-      assert found.dtype == result
-      np.testing.assert_array_equal(found, fun(a, a))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_float8"])
+@pytest.mark.parametrize("result", ["bfloat16", "float64"])
+def test_the_users_dtype_of_a_result_stays(result, policy):
+  fun = functools.partial(lax.dot, preferred_element_type=result)
+  with jax.enable_x64(True):
+    a = jnp.full((128, 128), 2.0**40, jnp.float32)
+    found = mpjax.autocast(fun, policy)(a, a)
+    assert found.dtype == result
+    np.testing.assert_array_equal(found, fun(a, a))
 
 
 # Gradients that are sums over elements.
