@@ -94,10 +94,12 @@ REFUSED = [
 ]
 
 
-def test_what_is_no_model_and_options_that_a_model_has_not():
-  for with_policy, model, options, expected, got, fix in REFUSED:
-    with refused(TypeError, "mpjax.with_policy(model)", expected, got, fix):
-      with_policy(model, "c=bf16", **options)
+@pytest.mark.parametrize(("with_policy", "model", "options", "expected", "got", "fix"), REFUSED)
+def test_what_is_no_model_and_options_that_a_model_has_not(
+  with_policy, model, options, expected, got, fix
+):
+  with refused(TypeError, "mpjax.with_policy(model)", expected, got, fix):
+    with_policy(model, "c=bf16", **options)
 
 
 def enter(*args, **options):

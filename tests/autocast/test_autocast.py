@@ -134,11 +134,11 @@ def test_a_float32_policy_returns_the_function_itself():
   assert mpjax.autocast(fun, "float32", rules=[mpjax.Rule("bfloat16", path="a")]) is not fun
 
 
-def test_only_the_compute_dtype_counts():
-  for policy in ("mixed_float16", "float16", "c=f16", "c=f16,o=f16"):
-    program = jax.make_jaxpr(mpjax.autocast(lambda x: x @ W, policy))(X)
-    assert programs.products(program)[0].dtypes == ("float16", "float16")
-    assert [str(a.dtype) for a in program.out_avals] == ["float32"]
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "c=f16", "c=f16,o=f16"])
+def test_only_the_compute_dtype_counts(policy):
+  program = jax.make_jaxpr(mpjax.autocast(lambda x: x @ W, policy))(X)
+  assert programs.products(program)[0].dtypes == ("float16", "float16")
+  assert [str(a.dtype) for a in program.out_avals] == ["float32"]
 
 
 def test_a_function_under_autocast_keeps_its_policy_inside_of_another():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mpjax._autocast.kinds import (
   Kind,
@@ -45,11 +46,11 @@ def kind(role: Role, dtype: object = FLOAT32, **fields: object) -> Kind:
   return Kind(role, np.dtype(dtype), **fields)  # type: ignore[arg-type]
 
 
-def test_a_result_has_the_largest_role():
-  for largest in Role:
-    for other in Role:
-      if other <= largest:
-        assert joined(kind(other), kind(largest)).role == largest
+@pytest.mark.parametrize("largest", Role)
+def test_a_result_has_the_largest_role(largest):
+  for other in Role:
+    if other <= largest:
+      assert joined(kind(other), kind(largest)).role == largest
 
 
 def test_inputs_and_activations_decide_the_dtype_then_parameters_then_numbers():
@@ -98,11 +99,11 @@ def test_an_array_is_a_parameter_of_a_function_and_an_input_of_a_module():
   assert constants(np.int32(3), np.arange(3)) == (None, None)
 
 
-def test_a_scalar_is_a_number_wherever_it_is():
-  for modules in (False, True):
-    known, unknown = constants(jnp.float32(0.5), NotHere((), np.float32), modules=modules)
-    assert known == kind(Role.NUMBER, numbers=frozenset({0.5}))
-    assert unknown == kind(Role.NUMBER)
+@pytest.mark.parametrize("modules", [False, True])
+def test_a_scalar_is_a_number_wherever_it_is(modules):
+  known, unknown = constants(jnp.float32(0.5), NotHere((), np.float32), modules=modules)
+  assert known == kind(Role.NUMBER, numbers=frozenset({0.5}))
+  assert unknown == kind(Role.NUMBER)
 
 
 def test_a_traced_scalar_is_a_parameter():

@@ -150,11 +150,11 @@ NOT_SET = {
 }
 
 
-def test_a_dtype_that_means_what_it_says_is_not_set():
-  for name, module in NOT_SET.items():
-    for dtype in (BF16, F32):
-      for always in (True, False):
-        assert dtype_field(module, dtype, always=always) == {}, name
+@pytest.mark.parametrize(("name", "module"), NOT_SET.items())
+def test_a_dtype_that_means_what_it_says_is_not_set(name, module):
+  for dtype in (BF16, F32):
+    for always in (True, False):
+      assert dtype_field(module, dtype, always=always) == {}, name
 
 
 @pytest.mark.parametrize("make", [HasDtype, Plain])

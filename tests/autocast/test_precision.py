@@ -18,8 +18,9 @@ HIGHEST = lax.Precision.HIGHEST
 X = jnp.ones((8, 8))
 
 
-def test_precisions_that_ask_for_more_than_the_default():
-  for precision, want in (
+@pytest.mark.parametrize(
+  ("precision", "want"),
+  [
     (None, False),
     (lax.Precision.DEFAULT, False),
     ((lax.Precision.DEFAULT, None), False),
@@ -27,8 +28,10 @@ def test_precisions_that_ask_for_more_than_the_default():
     ((HIGHEST, lax.Precision.DEFAULT), True),
     ((None, lax.Precision.HIGH), True),
     (lax.DotAlgorithmPreset.F32_F32_F32, True),
-  ):
-    assert (asked_precision(precision) != "") == want, precision
+  ],
+)
+def test_precisions_that_ask_for_more_than_the_default(precision, want):
+  assert (asked_precision(precision) != "") == want, precision
 
 
 MATMULS = {

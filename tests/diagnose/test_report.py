@@ -72,9 +72,9 @@ def test_paths_break_at_slashes_and_empty_sections_have_no_heading():
   assert all(line.endswith(("/", "name_5")) for line in broken)
 
 
-def test_what_waits_for_arguments_says_so_where_it_is_printed():
-  for tool in (mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)):
-    assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
+@pytest.mark.parametrize("tool", [mpjax.ranges(len), mpjax.tune(len, tolerance=0.1)])
+def test_what_waits_for_arguments_says_so_where_it_is_printed(tool):
+  assert re.fullmatch(r"<mpjax.(\w+)\(len\): call it .* as in mpjax.\1\(len\).*>", repr(tool))
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,9 @@ def test_all_but_norms_are_rounded_to_the_compute_dtype(half):
   assert set(stored(before).values()) == {"float32"}
 
 
-def test_rules_by_path():
-  for rules, wanted in (
+@pytest.mark.parametrize(
+  ("rules", "wanted"),
+  [
     ([Rule("float32", path="head")], NORMS | HEAD),
     ([Rule("float32", path=re.compile(".*/kernel"))], NORMS | KERNELS),
     ([Rule("bfloat16", path="encoder/old")], {p for p in NORMS if "old" not in p}),
@@ -82,8 +83,10 @@ def test_rules_by_path():
     # The innermost place counts, whatever the order of the rules.
     ([Rule("float32", path="head"), Rule("bfloat16", path="head/bias")], NORMS | {"head/kernel"}),
     ([Rule("float32", path="**")], set(stored(params()))),
-  ):
-    assert in_float32(convert(params(), "bfloat16", rules)) == wanted, rules
+  ],
+)
+def test_rules_by_path(rules, wanted):
+  assert in_float32(convert(params(), "bfloat16", rules)) == wanted, rules
 
 
 def test_norms_of_other_kinds_and_what_only_looks_like_one():

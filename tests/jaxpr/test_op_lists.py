@@ -199,14 +199,17 @@ REFUSED_FIELDS = [
 ]
 
 
-def test_edits_and_fields_that_are_refused():
-  for name, call, cases in (
+@pytest.mark.parametrize(
+  ("name", "call", "cases"),
+  [
     ("OpLists.replace", STANDARD.replace, REFUSED_EDITS),
     ("OpLists", mpjax.OpLists, REFUSED_FIELDS),
-  ):
-    for given, field, expected, got, fix, builtin in cases:
-      with refused(builtin, f"{name}({field}=...)", expected, got, fix):
-        call(**given)
+  ],
+)
+def test_edits_and_fields_that_are_refused(name, call, cases):
+  for given, field, expected, got, fix, builtin in cases:
+    with refused(builtin, f"{name}({field}=...)", expected, got, fix):
+      call(**given)
 
 
 def test_a_predicate_that_names_no_part():

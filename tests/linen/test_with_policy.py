@@ -294,15 +294,15 @@ UNMATCHED = [
 ]
 
 
-def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed():
-  for rule, near in UNMATCHED:
-    model = with_policy(Net(), "mixed_bfloat16", [Rule("float16", path="decoder"), rule])
-    abstract = (model.init, model.init_with_output, model.lazy_init)
-    ways = [functools.partial(jax.eval_shape, way) for way in abstract]
-    for way in [*ways, model.init] if rule is TYPO else ways[:1]:
-      expected, got = "a rule that picks out at least one", "none of the 5 modules that init passed"
-      with refused(mpjax.errors.UnmatchedRuleError, f"rules: {rule}", expected, got, near):
-        way(KEY, X)
+@pytest.mark.parametrize(("rule", "near"), UNMATCHED)
+def test_a_rule_that_matches_nothing_is_an_error_where_all_modules_are_passed(rule, near):
+  model = with_policy(Net(), "mixed_bfloat16", [Rule("float16", path="decoder"), rule])
+  abstract = (model.init, model.init_with_output, model.lazy_init)
+  ways = [functools.partial(jax.eval_shape, way) for way in abstract]
+  for way in [*ways, model.init] if rule is TYPO else ways[:1]:
+    expected, got = "a rule that picks out at least one", "none of the 5 modules that init passed"
+    with refused(mpjax.errors.UnmatchedRuleError, f"rules: {rule}", expected, got, near):
+      way(KEY, X)
 
 
 def test_unmatched_rules_can_warn_or_be_ignored():

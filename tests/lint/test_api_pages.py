@@ -7,6 +7,8 @@ import runpy
 import types
 import typing
 
+import pytest
+
 import mpjax
 from tests.lint.test_public_api import NAMES, resolve
 
@@ -46,16 +48,16 @@ def test_objects_are_what_a_user_can_write():
   assert not {"mpjax.TrainState.count", "mpjax.MpjaxError.add_note"} & set(found)
 
 
-def test_a_page_without_a_name_or_the_members_of_a_class_is_noticed():
-  for name in NAMES:
-    entry = re.compile(rf":: {re.escape(name)}(?![\w.])")
-    pages = [entry.sub(":: mpjax.other", page) for page in PAGES.values()]
-    assert coverage.missing_from(pages) == [name]
-    if isinstance(resolve(name), type):
-      members = [f"{name}.{member}" for member in coverage.members_of(resolve(name))]
-      entry = re.compile(rf"(auto(?:class|exception):: {re.escape(name)}\b.*\n)(?: +:.*\n)+")
-      pages = [entry.sub(r"\1", page) for page in PAGES.values()]
-      assert coverage.missing_from(pages) == members
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_without_a_name_or_the_members_of_a_class_is_noticed(name):
+  entry = re.compile(rf":: {re.escape(name)}(?![\w.])")
+  pages = [entry.sub(":: mpjax.other", page) for page in PAGES.values()]
+  assert coverage.missing_from(pages) == [name]
+  if isinstance(resolve(name), type):
+    members = [f"{name}.{member}" for member in coverage.members_of(resolve(name))]
+    entry = re.compile(rf"(auto(?:class|exception):: {re.escape(name)}\b.*\n)(?: +:.*\n)+")
+    pages = [entry.sub(r"\1", page) for page in PAGES.values()]
+    assert coverage.missing_from(pages) == members
 
 
 def test_members_have_a_docstring():

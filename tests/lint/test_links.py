@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import optax
+import pytest
 
 import mpjax
 from tests.lint.test_layout import RANKS, part
@@ -102,11 +103,11 @@ def test_what_leads_nowhere_is_found():
 picture = types.SimpleNamespace(**runpy.run_path(str(FOLDER / "architecture_picture.py")))
 
 
-def test_the_picture_is_current():
-  for name, theme in picture.THEMES.items():
-    drawn = (FOLDER / f"architecture-{name}.svg").read_text(encoding="utf-8")
-    assert drawn == picture.svg(theme), "run `python docs/design/architecture_picture.py`"
-    assert "Reading jaxprs" in re.sub(r"<[^>]+>", " ", drawn)
+@pytest.mark.parametrize(("name", "theme"), picture.THEMES.items())
+def test_the_picture_is_current(name, theme):
+  drawn = (FOLDER / f"architecture-{name}.svg").read_text(encoding="utf-8")
+  assert drawn == picture.svg(theme), "run `python docs/design/architecture_picture.py`"
+  assert "Reading jaxprs" in re.sub(r"<[^>]+>", " ", drawn)
 
 
 def test_every_part_is_drawn_below_what_imports_it():

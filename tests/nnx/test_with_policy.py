@@ -148,9 +148,11 @@ class NoTree(nnx.Module, pytree=False):
     return self.layers[0](x)
 
 
-def test_other_objects_than_modules():
-  for model in (Does(lambda module, x: module.raw.apply(x), raw=Raw()), NoTree()):
-    assert jax.eval_shape(with_policy(model, HALF), X).dtype == jnp.bfloat16
+@pytest.mark.parametrize(
+  "model", [Does(lambda module, x: module.raw.apply(x), raw=Raw()), NoTree()]
+)
+def test_other_objects_than_modules(model):
+  assert jax.eval_shape(with_policy(model, HALF), X).dtype == jnp.bfloat16
 
 
 def test_copies_of_a_view_run_under_the_policy():

@@ -69,13 +69,13 @@ def test_parsing_the_text_of_a_policy_gives_it_back():
     assert dtypes(mpjax.Policy.parse(str(jmp.Policy(*triple)))) == tuple(map(jnp.dtype, triple))
 
 
-def test_the_precision_is_part_of_the_text_and_of_the_value():
-  for precision in ("highest", "default", "BF16_BF16_F32"):
-    policy = mpjax.Policy(compute_dtype="bfloat16", precision=precision)
-    assert str(policy) == f"params=float32,compute=bfloat16,precision={precision}"
-    assert mpjax.Policy.parse(str(policy)) == pickle.loads(pickle.dumps(policy)) == policy
-    assert mpjax.Policy.parse(f"c=bf16, precision = {precision.lower()}") == policy
-    assert policy != mpjax.Policy(compute_dtype="bfloat16")
+@pytest.mark.parametrize("precision", ["highest", "default", "BF16_BF16_F32"])
+def test_the_precision_is_part_of_the_text_and_of_the_value(precision):
+  policy = mpjax.Policy(compute_dtype="bfloat16", precision=precision)
+  assert str(policy) == f"params=float32,compute=bfloat16,precision={precision}"
+  assert mpjax.Policy.parse(str(policy)) == pickle.loads(pickle.dumps(policy)) == policy
+  assert mpjax.Policy.parse(f"c=bf16, precision = {precision.lower()}") == policy
+  assert policy != mpjax.Policy(compute_dtype="bfloat16")
 
 
 def test_a_policy_written_otherwise_is_told_how():

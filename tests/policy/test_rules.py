@@ -86,8 +86,9 @@ def test_a_glob_of_a_path_matches_it_alone(path):
   assert not any(matches(glob, other) for other in others)
 
 
-def test_classes():
-  for selector, module, wanted in [
+@pytest.mark.parametrize(
+  ("selector", "module", "wanted"),
+  [
     (Plain, Plain(), True),
     (Plain, Derived(), True),
     (Derived, Plain(), False),
@@ -96,8 +97,10 @@ def test_classes():
     ((Derived, Other), Plain(), False),
     (Plain, Plain, False),
     (Plain, Reloaded(), False),
-  ]:
-    assert Rule(None, module=selector).matches(module, "anywhere") is wanted, (selector, module)
+  ],
+)
+def test_classes(selector, module, wanted):
+  assert Rule(None, module=selector).matches(module, "anywhere") is wanted, (selector, module)
 
 
 class Net(nn.Module):
@@ -146,14 +149,17 @@ EXACT = Rule("float32", path="encoder/head")
 PATTERN = Rule("float16", path="**/head")
 
 
-def test_the_first_rule_that_matches_wins():
-  for rules, path, wanted in [
+@pytest.mark.parametrize(
+  ("rules", "path", "wanted"),
+  [
     ((EXACT, PATTERN), "encoder/head", EXACT),
     ((PATTERN, EXACT), "encoder/head", PATTERN),
     ((EXACT, PATTERN), "decoder/head", PATTERN),
     ((EXACT, PATTERN), "encoder/heads", None),
-  ]:
-    assert first_match(rules, Plain(), path) is wanted, (rules, path)
+  ],
+)
+def test_the_first_rule_that_matches_wins(rules, path, wanted):
+  assert first_match(rules, Plain(), path) is wanted, (rules, path)
 
 
 def test_a_rule_is_a_value_and_so_is_a_list_of_rules():
@@ -308,10 +314,10 @@ WILDCARDS = [
 ]
 
 
-def test_a_glob_takes_no_longer_for_many_wildcards():
+@pytest.mark.parametrize(("glob", "no", "yes"), WILDCARDS)
+def test_a_glob_takes_no_longer_for_many_wildcards(glob, no, yes):
   # Trying each wildcard at each position takes minutes.
-  for glob, no, yes in WILDCARDS:
-    assert (matches(glob, no), matches(glob, yes)) == (False, True)
+  assert (matches(glob, no), matches(glob, yes)) == (False, True)
 
 
 def given(policy="c=bf16", rules=(), unmatched="raise"):

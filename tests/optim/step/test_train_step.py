@@ -157,8 +157,9 @@ def test_a_dynamic_scale_without_float16(how):
     jax.eval_shape(*of(config), jnp.ones(2))
 
 
-def test_bad_arguments():
-  for name, value, builtin, expected, got, fix in (
+@pytest.mark.parametrize(
+  ("name", "value", "builtin", "expected", "got", "fix"),
+  [
     ("loss_fn", 3, TypeError, "a function", "3", "Pass the function"),
     ("tx", optax.sgd, TypeError, "an optax transformation", "a function", "mpjax.loss_scaling("),
     ("micro_batches", 2.0, TypeError, "an integer", "2.0 of type float", "a Python int"),
@@ -166,9 +167,11 @@ def test_bad_arguments():
     ("donate", 1, TypeError, "a bool", "1 of type int", "True or False"),
     ("micro_batches", 0, ValueError, "at least 1", "0", "Pass 1 to keep"),
     ("max_retries", -1, ValueError, "at least 0", "-1", "Pass 0 to disable"),
-  ):
-    with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
-      mpjax.make_train_step(**{"loss_fn": quadratic, "tx": SGD, name: value})
+  ],
+)
+def test_bad_arguments(name, value, builtin, expected, got, fix):
+  with refused(builtin, f"mpjax.make_train_step({name})", expected, got, fix):
+    mpjax.make_train_step(**{"loss_fn": quadratic, "tx": SGD, name: value})
 
 
 @pytest.mark.parametrize("scale", [STATIC, mpjax.NoLossScale()])

@@ -28,10 +28,10 @@ def test_codes_beyond_the_largest_position_are_alike_and_have_no_name():
   assert leaf_codes.find_leaf(code, names) is None
 
 
-def test_a_number_of_leaves_is_no_code():
+@pytest.mark.parametrize("leaves", [0, 1, 1000])
+def test_a_number_of_leaves_is_no_code(leaves):
   # States of before the codes, and steps in which all was finite, have that.
-  for leaves in (0, 1, 1000):
-    assert leaf_codes.read_code(leaves) is None
+  assert leaf_codes.read_code(leaves) is None
 
 
 def test_codes_are_in_the_order_of_the_leaves():

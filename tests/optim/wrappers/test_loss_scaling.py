@@ -212,16 +212,16 @@ def test_momentum_is_exact_while_the_scale_changes_every_step():
     assert_bit_equal((rig.params, rig.state.inner_state), (control.params, control.state))
 
 
-def test_the_loss_counts_if_it_is_passed():
-  for dtype in (jnp.float32, jnp.float16):
-    rig = Rig(mpjax.loss_scaling(SGD), PARAMS)
-    start = rig.state
-    for loss, gradient in itertools.product((1.0, np.inf, np.nan, None), (1.0, np.nan)):
-      finite = gradient == 1.0 and loss in (1.0, None)
-      rig.state, grads = start, {"w": jnp.zeros(3), "b": jnp.asarray(gradient)}
-      rig.step(grads, loss=None if loss is None else jnp.asarray(loss, dtype))
-      assert metric(rig.state, "finite") == finite, (dtype, loss, gradient)
-      assert metric(rig.state, "loss_scale") == (2.0**15 if finite else 2.0**14)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_the_loss_counts_if_it_is_passed(dtype):
+  rig = Rig(mpjax.loss_scaling(SGD), PARAMS)
+  start = rig.state
+  for loss, gradient in itertools.product((1.0, np.inf, np.nan, None), (1.0, np.nan)):
+    finite = gradient == 1.0 and loss in (1.0, None)
+    rig.state, grads = start, {"w": jnp.zeros(3), "b": jnp.asarray(gradient)}
+    rig.step(grads, loss=None if loss is None else jnp.asarray(loss, dtype))
+    assert metric(rig.state, "finite") == finite, (dtype, loss, gradient)
+    assert metric(rig.state, "loss_scale") == (2.0**15 if finite else 2.0**14)
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
