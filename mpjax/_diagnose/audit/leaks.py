@@ -201,23 +201,17 @@ def _described(operation: Operation, cause: Cause, low: DType) -> Leak:
   # Arguments and constants in float64 come from NumPy data under `jax_enable_x64`.
   if cause.kind not in _FIXES and cause.dtype == "float64":
     fix = _FIX_FLOAT64
-  words = {
-    "name": cause.name,
-    "kind": cause.kind,
-    "dtype": cause.dtype,
-    "entry": entry.name,
-    "low": f"jnp.{low.name}",
-  }
+  why = reason.format(name=cause.name, kind=cause.kind, dtype=cause.dtype)
   return Leak(
     entry.where.path,
     entry.name,
     entry.where.direction,
     dtype=" x ".join(str(v.dtype) for v in entry.operands if v.dtype is not None),
     source=entry.where.source,
-    reason=f"{reason.format(**words)} at {cause.source or 'an unknown line'}",
+    reason=f"{why} at {cause.source or 'an unknown line'}",
     kind=cause.kind,
     cause=cause.name,
-    fix=fix.format(**words),
+    fix=fix.format(entry=entry.name, low=f"jnp.{low.name}"),
     flops=0,
     nbytes=0,
     times=0,
