@@ -285,9 +285,11 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
   scope_policy, state = rewriter.scope_policy(eqn), ACTIVE.value
   # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
-  # the scope of the equation knows the policy of its module.
+  # the scope of the equation knows the policy of its module. The rule lives as long as the jaxpr
+  # that holds it, so it keeps nothing of the call that a later one could find changed.
   if state is not None:
-    state = dataclasses.replace(state, region=Region(scope_policy.region.policy))
+    region = Region(scope_policy.region.policy)
+    state = dataclasses.replace(state, region=region, failed=None, token=None)
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
