@@ -1,5 +1,8 @@
 """Rows of an audit that are alike are added up."""
 
+import pytest
+
+from mpjax._diagnose.audit import findings
 from mpjax._diagnose.audit.findings import (
   Format,
   Leak,
@@ -61,3 +64,12 @@ def test_layers_with_other_formats_are_rows_of_their_own():
 def test_a_row_of_the_root_is_called_root():
   (row,) = summed_over_layers([OnPurpose("", "", 1)])
   assert row.path == "(root)"
+
+
+@pytest.mark.parametrize("name", ["Leak", "Kernel", "OnPurpose", "Module", "Format", "Primitive"])
+def test_every_count_of_a_row_is_added_up(name):
+  # A count that `summed` does not know would be that of the first of several rows.
+  row = getattr(findings, name)
+  counts = {field for field, kind in row.__annotations__.items() if kind is int}
+  assert counts <= {*findings._COUNTS}
+  assert counts
