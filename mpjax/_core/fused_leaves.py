@@ -7,7 +7,7 @@ has nothing to launch. Which of the two is decided where the function is lowered
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -131,15 +131,14 @@ def masks_of(condition: Array, leaves: Sequence[Leaf]) -> list[Array]:
   return [masks.get(small.get(i), condition) for i in range(len(leaves))]
 
 
-def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
+def read_together(arrays: Sequence[Array]) -> list[Array]:
   """Returns the same scalars (bool, int32, float32), on a GPU read from one array."""
   # XLA for GPU launches a kernel for each number that is computed from scalars. It also copies each
   # scalar that is overwritten while another kernel reads it. One array of all needs one kernel.
-  arrays = list(scalars.values())
   plain = all(isinstance(x, Tracer) and not jnp.ndim(x) for x in arrays)
   # Inside a `shard_map` some scalars may vary between devices. In one array, all would.
   if not plain or jax.sharding.get_abstract_mesh().manual_axes:
-    return dict(scalars)
+    return list(arrays)
 
   def through_int32(x: Array, dtype: DTypeLike) -> Array:
     # int32 holds float32 by its bits, and a bool as 0 or 1.
@@ -150,7 +149,7 @@ def read_together(scalars: Mapping[str, Array]) -> dict[str, Array]:
     row = jax.lax.optimization_barrier(jnp.stack([through_int32(x, jnp.int32) for x in arrays]))
     return [through_int32(row[i], x.dtype) for i, x in enumerate(arrays)]
 
-  return dict(zip(scalars, _on_gpu(arrays, stored, list), strict=True))
+  return _on_gpu(arrays, stored, list)
 
 
 def _on_gpu(

@@ -297,7 +297,7 @@ def adjust(
   Args:
     config: the configuration of the scale.
     state: the state before the step.
-    own_finite: whether the gradients and the loss of this scale's own loss were finite.
+    own_finite: whether this scale's own loss and its gradients were finite.
     applied: whether the step was applied; the field `finite` of the state.
     first_bad: the code of the first leaf that was not finite.
     all_finite: whether the gradients of all losses, and their sum, were finite.
@@ -305,15 +305,15 @@ def adjust(
   # Two flags decide. The scale follows `own_finite`. The count of skipped steps follows `applied`,
   # which covers all losses and the updates.
   dynamic = isinstance(config, DynamicLossScale)
-  # No key may be a field of the state.
-  new = {"code": first_bad, "own": own_finite, "applied": applied, "all": all_finite}
+  new = [first_bad, own_finite, applied, all_finite]
   # Nothing depends on the old `finite` and `first_bad`. A static scale is no result of the step. It
   # stays the same array, and needs no kernel.
   unread = {"finite", "first_bad"} if dynamic else {"finite", "first_bad", "scale"}
-  old = {field: x for field, x in state._asdict().items() if field not in unread}
-  read = read_together(old | new)
-  state = state._replace(**{field: read[field] for field in old})
-  first_bad, own_finite, applied, all_finite = (read[key] for key in new)
+  old = [field for field in state._fields if field not in unread]
+  read = read_together([*(getattr(state, field) for field in old), *new])
+  count_before = state.total
+  state = state._replace(**dict(zip(old, read, strict=False)))
+  first_bad, own_finite, applied, all_finite = read[len(old) :]
   good_steps = jnp.where(own_finite, count_up(state.good_steps, own_finite), 0)
   scale = state.scale
   hysteresis = state.hysteresis
@@ -337,7 +337,7 @@ def adjust(
   skip = jnp.logical_not(applied)
   # By identity, `atomic_step` sees that one update led from the old state to the new one.
   total = count_up(state.total, True)
-  UPDATED.get()(old["total"], total)
+  UPDATED.get()(count_before, total)
   return LossScaleState(
     scale=scale,
     good_steps=good_steps,
@@ -346,7 +346,7 @@ def adjust(
     skipped=count_up(state.skipped, skip),
     consecutive_skips=jnp.where(skip, count_up(state.consecutive_skips, skip), 0),
     floor_hits=floor_hits,
-    # All gradients were finite, so only an update or the new state can be the cause.
+    # All gradients and losses were finite, so only an update or the new state can be the cause.
     bad_updates=count_up(state.bad_updates, jnp.logical_and(all_finite, skip)),
     first_bad=first_bad,
     finite=applied,

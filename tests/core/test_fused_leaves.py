@@ -169,14 +169,12 @@ def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):
 def test_scalars_that_are_read_from_one_array_keep_their_bits():
   # NaN with its payload, -0.0 and subnormal numbers too: an array of integers carries them.
   bits = [0, 1, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F800000, 0x00400000]
-  floats = {f"f{i}": jnp.asarray(np.uint32(b).view(np.float32)) for i, b in enumerate(bits)}
-  given = {
-    **floats,
-    **{"yes": jnp.asarray(True), "no": jnp.asarray(False)},
-    **{"most": jnp.asarray(2**31 - 1, jnp.int32), "least": jnp.asarray(-(2**31), jnp.int32)},
-  }
+  given = [
+    *(jnp.asarray(np.uint32(b).view(np.float32)) for b in bits),
+    *(jnp.asarray(True), jnp.asarray(False)),
+    *(jnp.asarray(2**31 - 1, jnp.int32), jnp.asarray(-(2**31), jnp.int32)),
+  ]
   read = fresh(fused_leaves.read_together)(given)
-  assert read.keys() == given.keys()
   assert programs.bits(read) == programs.bits(given)
   mapped = fresh(jax.vmap(fused_leaves.read_together))(jax.tree.map(lambda x: x[None], given))
   assert programs.bits(jax.tree.map(lambda x: x[0], mapped)) == programs.bits(given)
@@ -188,8 +186,8 @@ def test_scalars_of_a_shard_map_stay_what_they_are(devices):
   mesh = jax.make_mesh((4,), ("x",), devices=devices, axis_types=(AxisType.Auto,))
 
   def read(count, flags):
-    found = fused_leaves.read_together({"count": count, "flag": flags[0]})
-    return found["count"], found["flag"][None]
+    count, flag = fused_leaves.read_together([count, flags[0]])
+    return count, flag[None]
 
   specs = (P(), P("x"))
   mapped = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=specs, out_specs=specs))
