@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import mpjax
@@ -246,6 +247,17 @@ def check_errors_are_ours(path: str, node: ast.AST, _: object) -> Iterator[str]:
     yield "calls back from a compiled program"
 
 
+@for_each(nodes)
+def check_no_none_among_objects(path: str, node: ast.AST, _: object) -> Iterator[str]:
+  """Yields `x in (None, y)` where y is no constant: NumPy's dtype of float64 equals None."""
+  if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+    group = node.comparators[0]
+    each = group.elts if isinstance(group, ast.Tuple | ast.List | ast.Set) else []
+    nothing = [x for x in each if isinstance(x, ast.Constant) and x.value is None]
+    if nothing and not all(isinstance(x, ast.Constant) for x in each):
+      yield "compares with None and an object; write `x is None or x == y`"
+
+
 BUILTIN_ERRORS = {
   name
   for name, value in vars(builtins).items()
@@ -320,6 +332,7 @@ CHECKS: dict[Check, dict[str, Sources | str]] = {
     "a builtin": "def f(x):\n  raise ValueError('f', expected='a', got=x, fix='')",
     "a callback": "import jax\ndef f(x):\n  jax.pure_callback(print, x)",
   },
+  check_no_none_among_objects: {"a dtype": "def f(x, y):\n  return x not in (None, y)"},
   check_tests_mirror: {
     "no test": "",
     "no module": {"tests/test_nothing.py": ""},
@@ -366,12 +379,31 @@ def test_benchmarks_import_each_other_in_no_circle():
   assert check_no_cycles(scripts) == []
 
 
-def test_the_page_of_one_apply_names_its_functions_in_order():
-  # Layers that a policy casts, and some that it does not.
+def one_apply() -> Callable[[], object]:
+  """A call of a model with layers that a policy casts, and some that it does not."""
   x, net = jnp.ones((2, 4)), nn.Sequential([nn.Dense(4), nn.gelu, nn.LayerNorm(), nn.Dense(4)])
   applied = mpjax.linen.with_policy(net, "mixed_bfloat16")
   variables = applied.init(jax.random.key(0), x)  # imports what is imported on first use
-  calls = {}
+  return lambda: applied.apply(variables, x)
+
+
+def one_step() -> Callable[[], object]:
+  """A training step with a loss scale."""
+
+  def loss_fn(params, model_state, batch, rng):
+    return jnp.sum((batch @ params["w"]).astype(jnp.float16)), (model_state, {})
+
+  params, tx = {"w": jnp.ones(3)}, mpjax.loss_scaling(optax.sgd(0.1))
+  step = mpjax.make_train_step(loss_fn, tx)
+  state = mpjax.TrainState.create(params, tx)
+  return lambda: step(state, jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize(
+  ("page", "call", "length"), [("apply", one_apply, 10), ("training", one_step, 14)]
+)
+def test_the_table_of_a_way_names_its_functions_in_order(page, call, length):
+  calls, run = {}, call()
 
   def note(frame, event, _):
     if event == "call":
@@ -381,10 +413,10 @@ def test_the_page_of_one_apply_names_its_functions_in_order():
 
   sys.setprofile(note)
   try:
-    applied.apply(variables, x)
+    run()
   finally:
     sys.setprofile(None)
-  page = (ROOT / "docs/design/apply.md").read_text(encoding="utf-8")
-  named = re.findall(r"\| `(\w+)` in `([\w/.]+)`", page)
-  assert len(named) == 10
+  text = (ROOT / f"docs/design/{page}.md").read_text(encoding="utf-8")
+  named = re.findall(r"\| `(\w+)` in `([\w/.]+)`", text)
+  assert len(named) == length
   assert [call for call in calls if call in named] == named

@@ -141,8 +141,8 @@ def make_train_step(
       _check_decision(opt_state, state.opt_state)
     step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops at 2^31 - 1 instead of wrapping.
     new = TrainState(step, params, opt_state, results.model_state, state.rng)
-    # The optimizer has kept its own state in a skipped step. The rest of the state is chosen here.
-    # The updates of that step are -0.0, with which `apply_updates` keeps all bits.
+    # In a skipped step, `update_and_apply` has kept parameters and the optimizer's state. The rest
+    # of the state is chosen here.
     kept = ("step", "model_state")
     news, olds = ({name: getattr(tree, name) for name in kept} for tree in (new, state))
     new = new._replace(**keep_if_skipped(opt_state, news, olds)) if skips else new
