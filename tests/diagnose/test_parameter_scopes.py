@@ -137,6 +137,7 @@ def test_named_scopes_stay_and_a_path_of_parameters_is_without_their_collection(
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+@pytest.mark.usefixtures("collect")  # It looks for garbage among all objects.
 def test_the_same_numbers(wrap):
   params = {"first": layer(0), "second": layer(1)}
 
