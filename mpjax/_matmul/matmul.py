@@ -85,8 +85,10 @@ def equation(rule: "Matmul", _: object, *avals: ShapedArray) -> JaxprEqn:
     results = bind(eqn, primals) if result is None else [result]
     return results, [functools.reduce(operator.add, parts)]
 
-  body = jaxpr_for(lambda *operands: rule.with_kept((), *operands)[0], *avals)
-  eqn = equation_with_rule(body, tangent, avals, "matmul")
+  def matmul(*operands: Array) -> Any:  # Its name is that of the call in a printed jaxpr.
+    return rule.with_kept((), *operands)[0]
+
+  eqn = equation_with_rule(jaxpr_for(matmul, *avals), tangent, avals, "matmul")
   return eqn
 
 
