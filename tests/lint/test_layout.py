@@ -374,6 +374,14 @@ def test_check_can_fail(check, sources):
   assert len(check(sources)) == 1
 
 
+def test_no_room_has_the_name_of_a_folder_that_pytest_leaves_out():
+  # `norecursedirs` knows names alone, so tests/optim/check would be left out with tests/check.
+  rooms = [folder for folder in (ROOT / "tests").glob("*/**") if folder.is_dir()]
+  assert [
+    room for room in rooms if room.name in ("check", "lint") and room.parent.name != "tests"
+  ] == []
+
+
 def test_benchmarks_import_each_other_in_no_circle():
   scripts = {path.rpartition("/")[2]: text for path, text in read("benchmarks").items()}
   assert check_no_cycles(scripts) == []
