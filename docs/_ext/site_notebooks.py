@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 CELL = re.compile(r"^```\{code-cell\} ipython3\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
-INSTALL = "%pip install --quiet 'mpjax[reports,plot]'"
+INSTALL = """# Before the first release, name a checkout: '/path/to/mpjax[reports,plot]'
+%pip install --quiet 'mpjax[reports,plot]'"""
 
 
 def is_notebook(text: str) -> bool:
