@@ -237,6 +237,8 @@ def _run(
 
 
 def _ran_call(modules: Modules, call: ComparedCall) -> RanCall:
+  """Returns a call with the keys of those of its values that are kept for the comparison."""
+
   def kept(values: Mapping[int, int]) -> tuple[Kept, ...]:
     # A value that leaves a loop, or enters it, is in another number of loops than the call.
     own = [pair for pair in values.items() if modules.loops.get(pair[1], ()) == call.loops]
@@ -250,9 +252,16 @@ def _ran_call(modules: Modules, call: ComparedCall) -> RanCall:
       for root, slot in own
     )
 
-  outputs, inputs = kept(call.outputs), kept(call.inputs)
-  fields = (call.path, call.direction, call.call, call.loops, call.first, call.last)
-  return RanCall(*fields, outputs, inputs)
+  return RanCall(
+    path=call.path,
+    direction=call.direction,
+    call=call.call,
+    loops=call.loops,
+    first=call.first,
+    last=call.last,
+    outputs=kept(call.outputs),
+    inputs=kept(call.inputs),
+  )
 
 
 def _spacing(program: ClosedJaxpr) -> float:
