@@ -143,13 +143,15 @@ def table(recorded: Mapping[str, Any]) -> str:
     if "not_run" in one:
       rows.append([name, one["not_run"].splitlines()[-1], *[""] * (len(rows[0]) - 2)])
       continue
-    variants = one["variants"]
+    # `--variants` may have left some out.
+    variants = {v: one["variants"].get(v, {}) for v in VARIANTS}
     losses = [_cell(variants[v].get("losses", [None])[-1]) for v in VARIANTS]
     own, ours, half = (variants[v] for v in VARIANTS[1:])
     shares = f"{_cell(own.get('low_share'), 2)} -> {_cell(ours.get('low_share'), 2)}"
     ratios = [_cell(ratio(variants, figure), 2) for figure in ("saved_bytes", "temporary_bytes")]
     base = own if "counts" in own else variants["float32"]
     same = "yes" if base.get("counts") == ours.get("counts") else "no"
+    same = same if ours else "-"
     leaks = str(len(ours.get("leaks", ())))
     rows.append([name, *losses, shares, leaks, *ratios, same, str(half.get("skipped"))])
   return tables.table(rows)
