@@ -18,7 +18,7 @@ NEWEST ?= 3.13 3.12
 help:
 	@echo "make demo        train a real model three ways and compare"
 	@echo "make test        run the tests (PYTEST_ARGS='-k policy' to choose)"
-	@echo "make check       run examples, pages, figures, benchmark scripts, the wheel, properties on more examples, and errors of complete models"
+	@echo "make check       run the slow tests, examples, pages, figures, benchmark scripts, the wheel, and properties on more examples"
 	@echo "make lint        ruff, pyright, the layout, complexity, the public API and links"
 	@echo "make format      let ruff repair what it can"
 	@echo "make docs        build the documentation site into build/site, strictly"
@@ -55,7 +55,7 @@ test: $(STAMP)
 
 check: export JAX_PLATFORMS ?= cpu
 check: $(STAMP)
-	$(PYTEST) -m "hypothesis or accuracy" --hypothesis-profile=full $(PYTEST_ARGS)
+	$(PYTEST) -m "slow or hypothesis or accuracy" --hypothesis-profile=full $(PYTEST_ARGS)
 	$(PYTEST) tests/check $(PYTEST_ARGS)
 
 # Each has a venv of its own, the oldest Python with the lowest versions that pyproject.toml allows. A

@@ -81,10 +81,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out tests marked `gpu` where there is no GPU, and refuses ids that change by process.
 
-  Leaves out `convergence` and `accuracy` too, unless `-m` or the id of a test asks for them.
+  Leaves out `convergence` and `accuracy` too, unless `-m` or the id of a test asks for them, and
+  `slow` in a run of all tests, unless `-m` asks for them.
   """
   by_id = any("::" in arg for arg in config.args)
   left = [m for m in ("convergence", "accuracy") if not (by_id or m in config.option.markexpr)]
+  if config.args == config.getini("testpaths") and "slow" not in config.option.markexpr:
+    left.append("slow")
   long = [item for item in items if any(map(item.get_closest_marker, left))]
   if long:
     config.hook.pytest_deselected(items=long)

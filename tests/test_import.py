@@ -40,6 +40,7 @@ LOADS = {
 }
 
 
+@pytest.mark.slow
 def test_a_name_loads_what_it_needs():
   watch = f"print(*sorted(set(sys.modules) & set({WATCHED})))"
   done = run("\n".join(["import sys", *(f"{line}\n{watch}" for line in LOADS)]))
@@ -82,6 +83,7 @@ def test_type_checkers_and_python_import_the_same_names():
   assert said == {(name, mpjax._HOMES[name]) for name in lazy}
 
 
+@pytest.mark.slow
 def test_threads_use_names_for_the_first_time_at_once():
   # As workers of a pool do, each of which needs something else first.
   done = run(

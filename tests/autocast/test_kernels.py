@@ -279,6 +279,7 @@ def test_a_rule_runs_a_module_in_the_compute_dtype_as_a_whole():
 WHOLE = [mpjax.Rule("mixed_bfloat16", path="", rewrite=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 def test_a_module_as_a_whole_passes_its_own_carry(cell):
   model, x = nn.RNN(cell(4)), jnp.ones((2, 3, 4))

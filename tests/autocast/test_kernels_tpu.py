@@ -141,6 +141,7 @@ def test_a_float32_kernel_is_a_leak_with_a_cure(name):
   cured.assert_no_leaks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_results_and_gradients_are_those_of_casts_by_hand(name):
   kernel, args = CALLS[name]

@@ -430,6 +430,7 @@ def test_operands_linear_in_a_tangent_are_not_rounded():
   assert found == {IN_RULE}
 
 
+@pytest.mark.slow
 def test_matmuls_around_a_rule_are_in_float8():
   fun = jax.grad(mpjax.autocast(between(by_jvp), policy()), (0, 1))
   assert {"", IN_RULE} == reasons_of(fun, WS[0], X)

@@ -596,6 +596,7 @@ MULTIPLY = {
 BROADCAST = {**{f"add {k}": v for k, v in ADD.items()}, **MULTIPLY}
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_gradient_of_a_repeated_operand_is_summed_in_float32(half):
   def loss(name):
@@ -662,6 +663,7 @@ def test_the_gradient_of_rows_that_are_gathered_is_summed_in_float32(half):
 # Random numbers.
 
 
+@pytest.mark.slow
 def test_samples_in_low_precision_keep_their_bits():
   draw = jax.random
 

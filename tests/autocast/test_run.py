@@ -248,6 +248,7 @@ TWICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
   "inside", [True, False], ids=["autocast of hessian", "hessian of autocast"]

@@ -99,6 +99,7 @@ def counts(report):
   return [(row.kind, row.path, row.total) for row in report.groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["", "mixed_bfloat16"])
 def test_a_model_of_nnx_that_is_called_is_the_first_argument(policy):
   model, x = Counted(nnx.Rngs(0)), normal(4, 8)
@@ -119,6 +120,7 @@ def test_a_model_of_nnx_that_is_called_is_the_first_argument(policy):
   jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 
 
+@pytest.mark.slow
 def test_tune_takes_the_gradient_by_a_model_whose_loss_it_is_given():
   model, x = Counted(nnx.Rngs(0)), normal(4, 8)
   tune = functools.partial(mpjax.tune, tolerance=1.0)
@@ -133,6 +135,7 @@ def rows_of(report):
   return [(row.path, row.output > 0, row.gradient > 0) for row in report.rows[:3]]
 
 
+@pytest.mark.slow
 def test_each_of_two_models_of_nnx_that_are_compared_is_an_argument_of_its_own_call(tmp_path):
   model, x = Counted(nnx.Rngs(0)), normal(4, 8)
   view = mpjax.with_policy(model, "mixed_bfloat16")

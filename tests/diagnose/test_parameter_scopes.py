@@ -77,6 +77,7 @@ def test_a_transformer_of_nnx():
   assert matmuls(lambda state, ids: squares(nnx.merge(graph, state), ids), state, IDS) == found
 
 
+@pytest.mark.slow
 def test_the_line_of_a_matmul_in_a_scope_names_the_backward_pass_too():
   report = mpjax.ranges(squares)(Transformer(nnx.Rngs(0), blocks=1), IDS)
   assert "embed" in {group.path for group in report.of("float32")}
@@ -136,6 +137,7 @@ def test_named_scopes_stay_and_a_path_of_parameters_is_without_their_collection(
   assert list(matmuls(loss, variables, ROWS)) == ["mine", "up"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
 @pytest.mark.usefixtures("collect")  # It looks for garbage among all objects.
 def test_the_same_numbers(wrap):

@@ -153,6 +153,7 @@ def expected_paths(report):
       return [report.path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
 def test_a_report_of_long_names_fits_a_terminal_and_has_every_path(maker):
   report = report_of(maker)

@@ -99,6 +99,7 @@ def kind(name: str) -> str:
   return "attention" if LAYERS[name].attention else others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", KINDS)
 def test_layers_are_as_near_to_float32_as_their_type_allows(which):
   names = [name for name in LAYERS if kind(name) == which]
@@ -214,6 +215,7 @@ def test_outputs_and_gradients_are_as_near_to_float32_as_their_type_allows(name)
   assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.endswith("_cell")])
 def test_cells_return_one_dtype_and_are_near_an_all_half_cell_for_mixes_of_dtypes(name):
   model, args = LAYERS[name], arguments(name, 0)
@@ -300,6 +302,7 @@ COMPARED = [name for name in CASES if name not in SOLVING]
 GROUPS = [COMPARED[i::4] for i in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "names",
   [pytest.param(g, marks=pytest.mark.accuracy) for g in GROUPS[:-1]] + GROUPS[-1:],

@@ -141,6 +141,7 @@ def test_matmuls_and_convolutions(half):
     np.testing.assert_allclose(got, want, rtol=min(0.01, 3 * last_place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("part", "half"),
   [
@@ -177,6 +178,7 @@ def test_operations_on_activations(part, half):
       assert found in ({dtype}, {"bool"}), name
 
 
+@pytest.mark.slow
 @BOTH
 def test_of_a_low_precision_and_a_float32_activation_the_widest_decides(half):
   def of_both(fun, first, *rest):

@@ -89,6 +89,7 @@ def on_float32_list(program: Any) -> set[str]:
   return {eqn.primitive.name for eqn, _ in programs.equations(program)} & checks.FLOAT32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_matmuls_are_low_precision_and_sums_float32(name, way):
   model, call = MODELS[name], MODELS[name].call(way, f"mixed_{HALF}")
@@ -140,6 +141,7 @@ def test_autocast_of_a_gradient_has_its_sums_in_float32_too(name):
 # What a policy without an output dtype shows.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_layers_return_the_dtype_that_they_compute(framework):
   wrong = []

@@ -203,6 +203,7 @@ def by_optimizer(found):
   return {name: (params[name], state[name]) for name in REST} | {n: found[n] for n in ALONE}
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_a_deleted_step_and_the_rest_is_plain_optax():
   inner = {"the rest": together()} | {name: ALL[name]() for name in ALONE}
   scaled = {n: mpjax.loss_scaling(tx, STATIC) for n, tx in inner.items()}

@@ -111,6 +111,7 @@ def counted(loss, params):
   return collections.Counter(p.dtypes for p in products(jax.make_jaxpr(jax.grad(loss))(params)))
 
 
+@pytest.mark.slow
 @faces
 def test_dense_layers_and_projections_are_in_float8_forward_and_backward(face):
   # Four projections and four layers. Attention's own two matmuls, the convolution and `attend`
@@ -315,6 +316,7 @@ def test_float8_statistics_are_not_given_to_the_optimizer(name):
     WRAPPERS[name](optax.adam(0.1)).init(variables())
 
 
+@pytest.mark.slow
 def test_the_train_state_of_flax_keeps_them_apart_by_itself():
   tx = mpjax.loss_scaling(optax.adam(0.1), mpjax.StaticLossScale(2.0**10))
   state = TrainState.create(apply_fn=FP8.apply, params=variables(), tx=tx)

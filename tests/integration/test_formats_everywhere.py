@@ -90,6 +90,7 @@ def test_results_and_gradients_are_sharded_as_those_of_jax(format, place):
     assert (one.shape, one.sharding) == (other.shape, other.sharding)
 
 
+@pytest.mark.slow
 @formats
 def test_shards_have_the_numbers_of_whole_arrays(format):
   place = Place(P("d", "m"), P("d", None), batch_shape=(72, 128), out=P("d", "m"))

@@ -87,6 +87,7 @@ def finely(tree):
   return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
+@pytest.mark.slow
 def test_norms_reduce_in_float32_and_use_what_they_store_unrounded():
   states, ways = {}, {}
   for name, layer in NORMS.items():

@@ -153,6 +153,7 @@ def test_no_consumer_narrows_an_output(policy, pair):
 # Calls and closures change no bit.
 
 
+@pytest.mark.slow
 @POLICIES
 @pytest.mark.parametrize("way", WAYS)
 @given(part=rp.parts())
@@ -189,6 +190,7 @@ def test_jit_around_the_call_changes_no_bit(policy, program):
   assert computed(inside, rp.DATA, rp.PARAMS) == plain
 
 
+@pytest.mark.slow
 @example(program=MIXED_USES)
 @given(program=rp.programs())
 def test_jit_around_the_call_changes_no_bit_of_the_gradient(program):
@@ -224,6 +226,7 @@ def test_closing_over_a_concrete_parameter_changes_no_bit(policy, program):
   assert computed(lambda data: closing(program, policy)(data, rp.PARAMS), rp.DATA) == passed
 
 
+@pytest.mark.slow
 @given(program=rp.programs())
 def test_closing_over_a_parameter_changes_no_bit_of_the_gradient(program):
   if program.differentiable:

@@ -198,6 +198,7 @@ def finite(fun: Any, inputs: Arrays) -> Any:
   return np.isfinite(out), all(np.isfinite(g).all() for g in grads.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @given(attention=ATTENTIONS, way=st.sampled_from(sorted(WAYS)))
 def test_attention_is_finite_where_it_is_without_a_policy(policy, attention, way):

@@ -151,6 +151,7 @@ def control(make, window):
   return {name: np.concatenate([start[name][None], x]) for name, x in after.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*1 parameters are stored in low precision")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_parameters_are_the_rounded_masters_of_a_float32_run(storage):
@@ -263,6 +264,7 @@ def test_eight_devices_have_parts_of_each_parameter(kind, spec, mapped, eight_de
   assert bits(train("split", jax.NamedSharding(mesh, spec), **options)) == bits(expected)
 
 
+@pytest.mark.slow
 def test_partitioned_parameters_of_flax(eight_devices):
   # Both frameworks give the metadata of a parameter to its remainder, whose shape is the same.
   mesh = jax.make_mesh((2, 4), ("d", "m"), (EXPLICIT,) * 2, devices=eight_devices)
@@ -282,6 +284,7 @@ def test_partitioned_parameters_of_flax(eight_devices):
     assert optimizer.opt_state.inner_state.master["kernel"].sharding == where
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx():
   outs = []
   for storage in STORAGES:

@@ -61,6 +61,7 @@ LAYOUTS = {**FORMATS, "nvfp4 1 x 16": mpjax.NVFP4(square_weights=False, **PLAIN)
 IN_ALL_LAYOUTS = ("nvfp4", "float8 row", "float8 tensor, half", "int8 row, gradients")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_einsum_and_its_gradients_are_those_of_rounded_operands(name):
   format = LAYOUTS[name]
@@ -193,6 +194,7 @@ TRANSFORMED = [*BLOCKS, "float8 tensor", "float8 row, half", "int8 row"]
 TRANSFORMED += [name for name in INT8 if "gradients" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_under_transformations(name):
   format = FORMATS[name]
@@ -265,6 +267,7 @@ def test_sharded_operands_have_the_numbers_of_whole_ones(name, kind, specs):
     np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [BLOCKS["mxfp8"], BLOCKS["nvfp4"]], ids=["mxfp8", "nvfp4"])
 def test_without_jit_a_matmul_is_the_same(format):
   w, x, _ = operands(format)

@@ -65,6 +65,7 @@ SCALED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCALED)
 def test_it_is_the_plain_loss_to_nnx_value_and_grad(name):
   # Loss, aux, gradients, batch statistics and random counters, all equal to the bit.

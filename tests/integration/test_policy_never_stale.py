@@ -238,6 +238,7 @@ def test_a_generator_that_ends_in_another_thread():
 JITTED = {name: jax.jit(model.apply) for name, model in MODELS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
 def test_threads_at_the_same_time(request):
   # Two of them are in each scope. When one has left it, the other is still inside.
@@ -281,6 +282,7 @@ IN_TURN = [
 ]
 
 
+@pytest.mark.slow
 @hypothesis.given(operations=st.lists(OPERATIONS, min_size=3, max_size=10))
 @hypothesis.example(operations=IN_TURN)
 @hypothesis.example(operations=[("enter", "bfloat16"), *2 * [("raise", "float16")], ("leave", 0)])

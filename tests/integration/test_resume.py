@@ -67,6 +67,7 @@ def through_orbax(state, path):
   return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("through", "every"), [(through_orbax, 4), (through_msgpack, 1)])
 def test_resumed_in_each_phase(through, every, tmp_path):
   # A step from what was saved is the step of the run, whose later ones are then the same too.

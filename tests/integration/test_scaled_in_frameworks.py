@@ -22,6 +22,7 @@ def name(case: Case) -> str:
   return ", ".join(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_skipped_step_is_a_deleted_step(case):
   outcome = frameworks.attack(case, 12, np.random.default_rng(0), guard=True)

@@ -39,6 +39,7 @@ def check_replicas(tree, sharded=()):
 # --- all engines agree ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_steps_with_faults_on_single_devices(name, eight_devices):
   engine, traces = ENGINES[name], []

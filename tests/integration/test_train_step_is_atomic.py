@@ -19,6 +19,7 @@ SETUPS = [
 """Each dtype to compute in and to store; micro-batches, averages, lanes, clips and a schedule."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn .* float16")
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_a_skipped_step_is_a_deleted_step(setup):

@@ -144,6 +144,7 @@ pytestmark = pytest.mark.standard_promotion
 memory = benchmark("autocast_memory", name="memory")
 
 
+@pytest.mark.slow
 def test_autocast_keeps_no_more_than_dtypes_by_hand(memory):
   found = memory.compare_models("tiny", "bfloat16")
   assert tuple(found) == MODELS

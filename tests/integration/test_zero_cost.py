@@ -128,6 +128,7 @@ CASTS = {
 }
 
 
+@pytest.mark.slow
 @ALL
 def test_same_products_and_few_casts_more_than_by_hand(name):
   ours = traced(name, "policy")

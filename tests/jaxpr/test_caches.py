@@ -4,6 +4,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._jaxpr.caches import cached_per_jaxpr, remembered_off_mesh
@@ -11,6 +12,7 @@ from mpjax._jaxpr.caches import cached_per_jaxpr, remembered_off_mesh
 X = jnp.ones(2)
 
 
+@pytest.mark.slow
 def test_a_result_is_kept_for_each_key_as_long_as_the_jaxpr_is(collect):
   calls = []
 

@@ -61,6 +61,7 @@ def unlisted(names):
   return sorted(set(names) - {*NAMES, *HIGHER_ORDER})
 
 
+@pytest.mark.slow
 def test_every_primitive_of_jax_is_listed(registered):
   everywhere, _ = registered
   assert len(everywhere) > 300, "the primitives were not found"

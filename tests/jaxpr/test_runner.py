@@ -90,6 +90,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_equations_are_seen_as_often_as_they_run():
   x = jnp.arange(1.0, 4.0)
   assert {name: observed(fn, x) for name, (fn, _) in CASES.items()} == {

@@ -85,6 +85,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @WAYS
 def test_initial_values_are_drawn_in_float32(way):
   # Drawn in half they would be other numbers, not the rounded ones.

@@ -59,6 +59,7 @@ def products_in(apply, *args):
 # init
 
 
+@pytest.mark.slow
 def test_every_way_to_initialise_agrees():
   plain, x = nn.Dense(2), jax.ShapeDtypeStruct(X.shape, X.dtype)
   model = with_policy(plain, "float16")

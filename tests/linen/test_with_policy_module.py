@@ -121,6 +121,7 @@ def test_flags_methods_and_abstract_arguments(variables):
   assert all(x is y for x, y in zip(jax.tree.leaves(same), jax.tree.leaves(variables), strict=True))
 
 
+@pytest.mark.slow
 def test_a_decode_cache_is_left_alone():
   model = with_policy(nn.MultiHeadDotProductAttention(2, decode=True), "mixed_bfloat16")
   x = normal(1, 6, 8)
@@ -473,6 +474,7 @@ class Compact(nn.Module):
     return self.given(Encoder(name="encoder")).encode(two(two(x)))
 
 
+@pytest.mark.slow
 def test_a_submodule_gets_a_policy_in_a_compact_method():
   rules = [Rule("mixed_float16", path="first")]
   model = Compact(lambda module: low(module, rules=rules))

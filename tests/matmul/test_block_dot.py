@@ -29,6 +29,7 @@ def wide(scaled):
   return np.asarray(dequantised(*scaled[:2])).astype(np.float64)
 
 
+@pytest.mark.slow
 @quantisers
 def test_a_result_is_that_of_float64(quantise):
   left, right = pair(quantise)

@@ -119,6 +119,7 @@ def test_results_are_those_of_jax():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [mpjax.NVFP4(), BLOCKS["float8 block"]], ids=["nvfp4", "float8"])
 def test_both_passes_round_a_weight_alike(format):
   recipe, w = BlockRecipe(format), jnp.asarray(normal(0, (1, 128, 256)))

@@ -118,6 +118,7 @@ def squared(fun):
   return lambda w, x: jnp.sum(fun(w, x) ** 2)
 
 
+@pytest.mark.slow
 @EITHER
 def test_derivatives_of_each_order_and_mode(fun, w, x):
   # Second and third ones, and those of each example.

@@ -145,6 +145,7 @@ def test_what_int8_computes():
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_what_blocks_of_a_users_compute():
   # Whole numbers, of which each block has the largest: all are exact.
   x, w = (np.rint(2 * normal(i, shape)).clip(-7, 7) for i, shape in enumerate(((40, 64), (64, 48))))
@@ -245,6 +246,7 @@ def operands():
   return normal(1, (4, 32, 48), 0.03) * experts, *(a.astype(ml_dtypes.bfloat16) for a in (x, g))
 
 
+@pytest.mark.slow
 def test_groups_under_transformations():
   (w, x, g), in_float8 = operands(), of_groups(FLOAT8["float8 row"])
   fun, remat = (with_gradients(f(in_float8(grouped))) for f in (jax.jit, jax.checkpoint))

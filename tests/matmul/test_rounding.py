@@ -184,6 +184,7 @@ def test_blocks_along_an_axis_are_multiplied_by_the_matrix(shape, axis):
     np.testing.assert_array_equal(found, np.moveaxis(wanted, -1, axis))
 
 
+@pytest.mark.slow
 def test_a_product_of_transformed_operands_is_the_product():
   x, w = normal(0, (5, 64)), normal(1, (64, 7))
   found = np.asarray(hadamard(jnp.asarray(x), 1, 1), np.float64) @ hadamard(jnp.asarray(w), 0, 1)

@@ -59,6 +59,7 @@ def counts(optimizer):
 GOOD, BAD = jnp.arange(8.0).reshape(2, 4), jnp.full((2, 4), jnp.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_a_skipped_step_is_a_deleted_one(wrap):
   step = wrap(mpjax.nnx.atomic_step(plain_step))
@@ -118,6 +119,7 @@ def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_
     assert counts(one[1]) == (2, 1, 0, True)
 
 
+@pytest.mark.slow
 def test_all_updates_of_a_step_are_applied_or_none():
   # Of an only optimizer, which keeps its own state, but in each update by itself.
   def each(model, optimizer, batches):

@@ -76,6 +76,7 @@ AROUND = {
 X8 = jnp.asarray(normal(2, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND)
 def test_what_a_call_does_to_variables_is_what_it_does_without(name):
   models = [Busy(nnx.Rngs(0)) for _ in range(2)]

@@ -444,6 +444,7 @@ def scanned_then_mapped(m, x):
   return nnx.cond(x[0, 0] < 99, every, lambda _, x: jnp.zeros((3, *x.shape)), m.layers, x)
 
 
+@pytest.mark.slow
 def test_gradients_and_state_through_scan_remat_cond_and_vmap():
   graphdef, *state = rig.split(
     lambda rngs: Does(scanned_then_mapped, layers=nnx.vmap(layer)(rngs.split(3)))

@@ -107,6 +107,7 @@ CHANGED = "a step that changes nothing when it is skipped, got another .*keep_if
 OLD_STATE = "the new loss scale 'dynamic'.* got none, or the old one.* never select it"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*nothing in loss_fn")
 @pytest.mark.parametrize("kind", ["masters in windows", "cut and retried", "none"])
 def test_right_steps_of_make_train_step_pass(kind):
@@ -333,6 +334,7 @@ def test_what_a_skipped_step_changes(kind, guard, how):
     mpjax.check_loss_scaling(step)(PARAMS, rest, tx.init(PARAMS), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False])
 def test_delayed_scaling_of_float8_keeps_its_histories_like_statistics(kept):
   model = linen.Dense(4, dot_general_cls=linen.Fp8DirectDotGeneralOp, dtype=F16)
@@ -766,6 +768,7 @@ def test_a_state_with_an_axis_of_vmap(way, how):
 UNNAMED = (None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "names", "how"),
   [
@@ -883,6 +886,7 @@ def test_a_state_of_nnx_that_is_returned_is_compared(way, how):
     mpjax.check_loss_scaling(step)(params, tx.init(params), BATCH)
 
 
+@pytest.mark.slow
 def test_a_step_from_a_state_of_nnx_to_the_next():
   model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)

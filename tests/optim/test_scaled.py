@@ -104,6 +104,7 @@ DIFFERENTIATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("differentiate", DIFFERENTIATORS.values(), ids=DIFFERENTIATORS)
 def test_any_derivative_is_that_of_the_plain_loss(differentiate):
   # Outside of `jit`, XLA cannot round otherwise because operations are fused otherwise.
@@ -382,6 +383,7 @@ def test_the_operations_of_the_forward_pass_under_a_policy(policy):
   assert forward(cast(capturing), WIDE, ROWS) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["grad(autocast)", "grad(scaled(autocast))", "autocast(grad)"])
 def test_small_gradients_under_a_policy(order):
   cast = functools.partial(mpjax.autocast, policy="mixed_float16")
@@ -431,6 +433,7 @@ def test_vmap_over_members_and_scales(mapped):
   close(found, jax.vmap(jax.grad(mlp))(args["params"], args["x"]))
 
 
+@pytest.mark.slow
 def test_vmap_of_vmap_over_scales():
   scales = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
   one = lambda s, p: jax.grad(mpjax.scaled(mlp, s))(p, X)  # noqa: E731
@@ -550,6 +553,7 @@ def contents(model):
   return jax.tree.map(lambda x: jax.random.key_data(x) if keys(x) else x, nnx.state(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 @pytest.mark.parametrize("jit", [plain, nnx.jit])
 @pytest.mark.parametrize("closes_over_batch", [True, False])
@@ -704,6 +708,7 @@ class Regression(eqx.Module):
     return jnp.mean(jax.vmap(self.mlp)(x) ** 2)
 
 
+@pytest.mark.slow
 def test_equinox():
   model = Regression(eqx.nn.MLP(5, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0)))
   expected = eqx.filter_value_and_grad(Regression.loss)(model, X)
@@ -713,6 +718,7 @@ def test_equinox():
   close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion("dtypes")
 def test_haiku():
   def model(x):

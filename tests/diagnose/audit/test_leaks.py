@@ -142,6 +142,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_no_false_leak_in_published_models_and_plain_functions(name):
   model = MODELS[name]

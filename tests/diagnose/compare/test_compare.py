@@ -92,6 +92,7 @@ def weights():
   return [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 3 for i in range(LAYERS)]
 
 
+@pytest.mark.slow
 def test_a_planted_rounding_is_found_in_linen(x):
   variables = Net().init(jax.random.key(0), x)
   report = mpjax.compare(linen_loss(AT), linen_loss(-1))(variables, x)
@@ -167,6 +168,7 @@ def test_errors_are_those_of_numpy_in_float64(x, weights):
   assert report.results["result/1/last"] == report.rows[LAYERS - 1].output
 
 
+@pytest.mark.slow
 def test_a_policy_is_compared_with_float32(x, weights):
   variables = Net().init(jax.random.key(0), x)
   linen = mpjax.compare(linen_loss(-1), policy="mixed_bfloat16")(variables, x)

@@ -53,6 +53,7 @@ def layer_of(run):
   return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_values_and_cotangents_of_each_iteration(arguments, remat):
   run = run_of(scanned(remat=remat), *arguments)

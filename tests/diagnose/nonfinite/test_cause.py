@@ -53,6 +53,7 @@ CURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("fn", "x", "cause", "cure", "cured"), CURES, ids=[cause for _, _, cause, *_ in CURES]
 )
@@ -130,6 +131,7 @@ def test_a_selection_cures_a_mask_that_multiplies_an_inf():
   assert not mpjax.find_nonfinite(lambda x: nn.softmax(selected(x)))(x)
 
 
+@pytest.mark.slow
 def test_a_dynamic_scale_gets_to_the_scale_that_a_report_names_by_itself():
   tx = mpjax.loss_scaling(optax.sgd(0.0))
 

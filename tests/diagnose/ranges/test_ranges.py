@@ -120,6 +120,7 @@ class Model(nn.Module):
     return nn.Dense(2, name="last")(x)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_a_training_step_with_a_loss_scale():
   model, x = Model(), normal(8, 8)
@@ -192,6 +193,7 @@ def test_masks_and_float32_softmax_are_no_losses():
   assert low.largest < 100
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_moments_are_optimizer_state_in_any_argument():
   tx = mpjax.loss_scaling(optax.adam(1e-3), mpjax.StaticLossScale(8))
@@ -350,6 +352,7 @@ def scaled_step(tx):
   return step
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_a_step_under_pmap_vmap_and_shard_map_is_reported_as_without():
   tx = mpjax.loss_scaling(optax.sgd(1e-3))
@@ -373,6 +376,7 @@ ACCUMULATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("accumulate", ACCUMULATIONS.values(), ids=ACCUMULATIONS)
 def test_the_running_sum_of_an_accumulation_is_no_update(accumulate):
@@ -438,6 +442,7 @@ def test_an_overflow_at_every_scale_is_not_that_of_the_scale():
   assert report.loss_scale is None
 
 
+@pytest.mark.slow
 def test_the_scale_that_the_report_proposes_keeps_gradients():
   w, x = normal(2, 16, 16), normal(32, 16, seed=1).astype("float16")
 

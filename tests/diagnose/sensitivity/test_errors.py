@@ -51,6 +51,7 @@ def test_iterations_of_a_scan_add_as_squares():
   assert found.predicted == pytest.approx(want, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_remat_repeats_rounds_in_the_same_way():
   def loss(w, x):
     return jnp.sum(jnp.tanh(low(x) @ low(w)).astype(jnp.float32) ** 2)
@@ -63,6 +64,7 @@ def test_what_remat_repeats_rounds_in_the_same_way():
   assert again.predicted == pytest.approx(plain.predicted, rel=0.3)
 
 
+@pytest.mark.slow
 def test_a_scaled_loss_has_the_contributions_of_the_plain_one():
   def loss(w, x):
     return jnp.sum(jnp.tanh(low(x) @ low(w)).astype(jnp.float32) ** 2)

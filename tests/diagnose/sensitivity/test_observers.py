@@ -45,6 +45,7 @@ def unrolled_of(times):
   return fn
 
 
+@pytest.mark.slow
 def test_a_while_is_followed_over_the_iterations_that_it_makes():
   found, want = (errors(fn(5), X, projections=MANY) for fn in (loop_of, unrolled_of))
   assert len(found.roundings) == 1 < len(want.roundings)
@@ -123,6 +124,7 @@ def test_a_value_overflows_wherever_it_is(fn):
   assert max(each.largest for each in found.roundings) == 7e4
 
 
+@pytest.mark.slow
 def test_devices_of_a_shard_map_round_as_one():
   mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 

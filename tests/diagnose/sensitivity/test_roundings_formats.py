@@ -64,6 +64,7 @@ def report_of(kind, format):
   return mpjax.sensitivity(loss)(*args)
 
 
+@pytest.mark.slow
 @kinds
 @formats
 def test_the_prediction_is_within_a_factor_of_2(kind, format):
@@ -71,6 +72,7 @@ def test_the_prediction_is_within_a_factor_of_2(kind, format):
   assert report.measured / 2 < report.predicted < 2 * report.measured
 
 
+@pytest.mark.slow
 @kinds
 @formats
 def test_the_measured_error_is_that_of_the_policy(kind, format):
@@ -110,6 +112,7 @@ def test_a_rounding_has_the_name_of_its_format(name, wanted):
   assert {row.dtype for row in rows if row.operation == "format_rounding"} == wanted
 
 
+@pytest.mark.slow
 def test_a_module_in_float32_rounds_no_operand():
   policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.MXFP8())
   model = mpjax.with_policy(Model(), policy, rules=[mpjax.Rule("float32", path="Dense_0")])

@@ -62,6 +62,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fn", "args", "of"), KINDS.values(), ids=KINDS)
 def test_a_healthy_model_needs_no_cure(fn, args, of):
   report = mpjax.sensitivity(fn)(*args)
@@ -72,6 +73,7 @@ def test_a_healthy_model_needs_no_cure(fn, args, of):
   assert "nothing to do" in str(report)
 
 
+@pytest.mark.slow
 def test_the_measured_error_is_that_of_the_function_itself():
   report = mpjax.sensitivity(loss)(PARAMS, X)
   exact, low = (
@@ -114,6 +116,7 @@ def gradient_error(model, low, params):
   return math.sqrt(difference / sum(float(jnp.sum(a**2)) for a, _ in pairs))
 
 
+@pytest.mark.slow
 def test_the_rule_that_cures_a_flax_layer_has_the_error_that_was_promised():
   params = Cancels().init(jax.random.key(0), X)
   low = mpjax.with_policy(Cancels(), "mixed_bfloat16")
@@ -147,6 +150,7 @@ def cures_of_layers(large):
   return mpjax.sensitivity(lambda p: jnp.sum(model.apply(p, x)))(params).cures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("large", "paths"),
   [((1, 1, 0, 0), ["angle_*"]), ((1, 0, 0, 0), ["angle_0"])],
@@ -157,6 +161,7 @@ def test_layers_of_a_kind_share_a_rule_if_half_of_them_need_it(large, paths):
   assert [rule.path for rule in rules] == paths
 
 
+@pytest.mark.slow
 def test_roundings_that_are_small_alone_are_cured_as_a_row():
   weights = [normal(8, 8, seed=i) for i in range(9)]
 
@@ -208,6 +213,7 @@ def written(tmp_path, body, name):
   return names["fn"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_obeying_the_cure_brings_the_error_to_the_promised_one(tmp_path, name):
   body, culprit = CASES[name]
@@ -234,6 +240,7 @@ def test_obeying_the_cure_brings_the_error_to_the_promised_one(tmp_path, name):
   assert errors[1] <= 2 * promised + 1e-6
 
 
+@pytest.mark.slow
 def test_overflow_comes_first_and_is_cured():
   class Hot(nn.Module):
     @nn.compact
@@ -261,6 +268,7 @@ class NNXNet(nnx.Module):
     return self.head(nnx.gelu(self.up(x)))
 
 
+@pytest.mark.slow
 def test_a_plain_model_gets_the_policy_and_float16_a_loss_scale():
   model = NNXNet(nnx.Rngs(0))
 
@@ -274,6 +282,7 @@ def test_a_plain_model_gets_the_policy_and_float16_a_loss_scale():
   assert mpjax.sensitivity(jnp.dot, policy="mixed_bfloat16")(X, X).predicted > 1e-4
 
 
+@pytest.mark.slow
 def test_a_step_that_writes_to_a_model_has_errors_of_its_update():
   model = NNXNet(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, mpjax.loss_scaling(optax.sgd(1e-3)), wrt=nnx.Param)

@@ -29,6 +29,7 @@ def error_of(loss_fn, args, rules, policy):
   return relative_error((a / 64, b) for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_by_a_choice_without_a_needless_upgrade():
   loss_fn, *args = prepared(Root(gain=1.0))
   plain = mpjax.tune(loss_fn, "mixed_bfloat16", tolerance=1.0)(*args)
@@ -47,6 +48,7 @@ def test_a_budget_is_met_by_a_choice_without_a_needless_upgrade():
     assert error_of(loss_fn, args, rules, "mixed_bfloat16") > 0.9 * budget
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_module_meets():
   def loss_fn(w, x):
     with jax.named_scope("layer"):
@@ -70,6 +72,7 @@ def pasted(report):
   return names["rules"]
 
 
+@pytest.mark.slow
 def test_printed_rules_paste_into_linen_and_autocast(capsys):
   loss_fn, *args = prepared(Root())
   report = mpjax.tune(loss_fn, "mixed_float16", tolerance=0.01)(*args)
@@ -85,6 +88,7 @@ def test_printed_rules_paste_into_linen_and_autocast(capsys):
   assert relative_error(zip(*map(jax.tree.leaves, (low, exact)), strict=True)) < 0.01
 
 
+@pytest.mark.slow
 def test_the_error_is_that_of_the_model_under_with_policy():
   # A layer rounds what it returns, bias and all, and the loss is of a small difference of it.
   x, kernel, bias = normal(16, 8), normal(8, 1, seed=1), jnp.full(1, 100.0)
@@ -113,6 +117,7 @@ def test_the_error_is_that_of_the_model_under_with_policy():
 class Head(Root): ...  # Another model, whose modules have the same paths.
 
 
+@pytest.mark.slow
 def test_a_rule_is_for_all_modules_that_it_picks_out_and_for_no_other_matmul():
   x, models = normal(4, 8), (Root(1.0), Head())
   variables = [filled(shapes(model, x)) for model in models]
@@ -129,6 +134,7 @@ def test_a_rule_is_for_all_modules_that_it_picks_out_and_for_no_other_matmul():
   assert relative_error(zip(rounded, exact, strict=True)) < 0.01
 
 
+@pytest.mark.slow
 def test_the_rule_for_a_model_of_one_module_is_one_for_all():
   model, x = nn.Dense(8), jnp.linspace(0, 1, 16).reshape(2, 8)
   variables = model.init(jax.random.key(0), x)
@@ -139,6 +145,7 @@ def test_the_rule_for_a_model_of_one_module_is_one_for_all():
   assert bits(low.apply(variables, x)) == bits(model.apply(variables, x))
 
 
+@pytest.mark.slow
 def test_the_report_begins_with_the_error_that_each_module_causes():
   class Stream(nn.Module):
     @nn.compact
@@ -157,6 +164,7 @@ def test_the_report_begins_with_the_error_that_each_module_causes():
   assert f"Without rules, bfloat16 has an error of {report.error:.2g}." in text
 
 
+@pytest.mark.slow
 def test_the_report_says_what_its_rules_buy():
   loss_fn, *args = prepared(Root(gain=1.0))
   plain = mpjax.tune(loss_fn, tolerance=1.0)(*args)
@@ -262,6 +270,7 @@ def evaluated(jaxpr, consts, args, numbers):
   return [x.val if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "headroom"), [*((kind, 8) for kind in MODELS), ("function", 1)])
 def test_the_advised_rules_have_the_error_and_headroom_that_were_promised(kind, headroom):
   report, exact, low, leaves = tuned(kind, "mixed_float16", tolerance=0.01, headroom=headroom)
@@ -279,6 +288,7 @@ def test_the_advised_rules_have_the_error_and_headroom_that_were_promised(kind, 
   assert report.float32 == (("hot",) if headroom == 8 else ())
 
 
+@pytest.mark.slow
 def test_each_module_gets_the_first_format_that_is_exact_enough():
   float8 = "p=float32,c=bfloat16,o=float32,matmul=float8:skip=none"
   policies = (float8, "mixed_bfloat16")
@@ -294,6 +304,7 @@ def test_each_module_gets_the_first_format_that_is_exact_enough():
   assert error <= 0.7 * plain.error
 
 
+@pytest.mark.slow
 def test_a_policy_for_all_modules_is_the_policy_without_rules():
   def loss_fn(w):
     with jax.named_scope("layer"):
@@ -306,6 +317,7 @@ def test_a_policy_for_all_modules_is_the_policy_without_rules():
   assert len(report.evaluations) <= report.bound
 
 
+@pytest.mark.slow
 def test_a_module_without_matmuls_that_has_too_little_headroom():
   def loss(kernels, x):
     with jax.named_scope("a"):
@@ -334,6 +346,7 @@ class Normed(nnx.Module):
     return x
 
 
+@pytest.mark.slow
 def test_the_headroom_of_modules_is_measured_where_float16_does_not_overflow():
   # The squares in the statistics of the norm are beyond float16, and are in float32.
   tune = mpjax.tune(

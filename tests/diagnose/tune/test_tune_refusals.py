@@ -48,6 +48,7 @@ def test_a_loss_in_float32_may_keep_low_precision_for_its_backward_pass():
   assert 0 < report.error < 0.02
 
 
+@pytest.mark.slow
 def test_more_headroom_lowers_the_loss_scale():
   def scale(headroom):
     tune = mpjax.tune(
@@ -124,6 +125,7 @@ def test_a_loss_that_differs_from_call_to_call():
       mpjax.tune(loss, tolerance=0.1)(normal(8, 8), normal(4, 8, seed=1))
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_key_or_of_a_model_are_the_same_in_each_call():
   key = jax.random.key(0)
   model = nnx.Sequential(

@@ -162,6 +162,7 @@ def test_what_has_no_decay_is_not_named():
     mpjax.state_dtype(inner, nu="bfloat16", allow_second_moments=True).init(PARAMS)
 
 
+@pytest.mark.slow
 def test_moments_rounded_stochastically_are_right_on_average():
   # Of a mean with decay 0.999, which rounded to nearest stops at 0.25.
   options = {"nu": "bfloat16", "allow_second_moments": True, "rounding": "stochastic"}
