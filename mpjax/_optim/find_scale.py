@@ -41,7 +41,7 @@ from mpjax._optim.loss_scale import (
   read_label,
   warn_unless_power_of_two,
 )
-from mpjax._optim.optimizer_trees import full_like, stands_for
+from mpjax._optim.optimizer_trees import full_like, stands_for, states_with_path
 from mpjax._optim.states import (
   AccumulationState,
   LossScaleState,
@@ -50,6 +50,8 @@ from mpjax._optim.states import (
   MonitorState,
   StepCount,
   StochasticState,
+  as_state,
+  has_fields_of,
 )
 
 T = TypeVar("T")
@@ -443,7 +445,7 @@ def is_scaling_state(node: object) -> bool:
     isinstance(label, str)
     and isinstance(numbers, Mapping)
     and is_label(label)
-    and set(numbers) == set(_class_of(label)._fields)
+    and has_fields_of(_class_of(label), numbers)
     for label, numbers in scales.items()
   )
 
@@ -457,9 +459,20 @@ def with_classes(node: PyTree) -> LossScalingState:
   """Returns a node that `is_scaling_state` as an instance of its class."""
   if isinstance(node, LossScalingState):
     return node
-  scales = {label: _class_of(label)(**numbers) for label, numbers in node["loss_scale"].items()}
-  # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
-  return LossScalingState(scales, node.get("inner_state", ()))
+  scales = node["loss_scale"].items()
+  by_class = {label: as_state(_class_of(label), numbers) for label, numbers in scales}
+  return as_state(LossScalingState, {**node, "loss_scale": by_class})
+
+
+def states_by_path(tree: PyTree) -> dict[str, NamedTuple]:
+  """Returns each state of mpjax in a tree by its path, in its class also where a mapping is."""
+  wrappers = [item for kind in _WRAPPERS for item in states_with_path(tree, kind)]
+  states: dict[str, NamedTuple] = {path_text(path): state for path, state in wrappers}
+  for path, _, state in scaling_states(tree):
+    states[path_text(path)] = state
+    for label, numbers in state.loss_scale.items():
+      states[path_text((*path, *map(jax.tree_util.DictKey, ("loss_scale", label))))] = numbers
+  return states
 
 
 def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:

@@ -258,7 +258,10 @@ def _kind_in(label: str) -> str:
   return label.rpartition(":")[2].partition("(")[0]
 
 
-COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
+_NO_COUNTERS = ("scale", "hysteresis", "first_bad", "finite")
+
+COUNTERS = tuple(field for field in LossScaleState._fields if field not in _NO_COUNTERS)
+"""The fields that start at 0, and that `loss_scaling_metrics` returns by their names."""
 
 
 def init_scale(config: LossScale) -> ScaleState:
@@ -338,7 +341,7 @@ def adjust(
   # By identity, `atomic_step` sees that one update led from the old state to the new one.
   total = count_up(state.total, True)
   UPDATED.get()(count_before, total)
-  return LossScaleState(
+  return state._replace(
     scale=scale,
     good_steps=good_steps,
     hysteresis=hysteresis,
