@@ -354,6 +354,13 @@ mpjax/_optim/wrappers/master_weights.py::set_master_params
 + jnp.asarray(new, jnp.float32)
 ::test_a_master_is_never_the_array_that_it_was_made_from
 
+mpjax/_optim/wrapper_checks.py::refuse_around_masters
+
+39b a chain that goes on behind the masters is accepted, and what follows is ignored
+- "one in a chain before another transformation" if followed else ""
++ ""
+tests/optim/wrappers/test_master_weights.py::test_a_change_of_updates_that_masters_would_not_follow_is_an_error
+
 mpjax/_core/leaves.py::misfit
 
 40a a checkpoint is cast to the dtypes of the target unasked
