@@ -28,8 +28,18 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
 
 INT32_MAX = 2**31 - 1
-UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda *_: None)
-"""Receives the counts of steps that each update read and returned. `atomic_step` sets it."""
+
+UPDATE_OBSERVER = ContextVar[Callable[[Array, Array], object]](
+  "UPDATE_OBSERVER", default=lambda *_: None
+)
+"""A function that each update calls with the count of steps that it has read, and with the new one.
+
+An update that skips has kept the optimizer's state by itself. If one update leads from the state
+before a step to the state after it, `atomic_step` need not select all moments again. Values cannot
+tell it, since they are traced, but the two arrays can: they are the counts before and after the
+step only if this update read the one and made the other. A second update, a loop or an inner `jit`
+has other arrays between. `atomic_step` then selects, which costs time and changes no number.
+"""
 
 
 @check_init("Write mpjax.NoLossScale().")
@@ -338,9 +348,8 @@ def adjust(
     # Growing restores the hysteresis and starts the next interval.
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
-  # By identity, `atomic_step` sees that one update led from the old state to the new one.
   total = count_up(state.total, True)
-  UPDATED.get()(count_before, total)
+  UPDATE_OBSERVER.get()(count_before, total)
   return state._replace(
     scale=scale,
     good_steps=good_steps,
