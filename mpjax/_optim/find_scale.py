@@ -94,7 +94,7 @@ def loss_scaling_metrics(
   """
   where = "mpjax.loss_scaling_metrics"
   state = read_state(opt_state, f"{where}(opt_state)", name)
-  metrics = {"loss_scale": state.scale, "finite": state.finite}
+  metrics = {"loss_scale": state.scale, "finite": state.applied}
   metrics |= {key: getattr(state, key) for key in COUNTERS}
   if before is not None:
     # Under `NoLossScale` the scale has not changed.
@@ -120,7 +120,7 @@ def step_applied(opt_state: OptState, *, name: str | None = None) -> Array:
   >>> bool(mpjax.step_applied(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
   True
   """
-  return read_state(opt_state, "mpjax.step_applied(opt_state)", name).finite
+  return read_state(opt_state, "mpjax.step_applied(opt_state)", name).applied
 
 
 def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = None) -> T:
@@ -149,7 +149,7 @@ def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = N
   """
   call = "mpjax.keep_if_skipped"
   # `select` compares structure, shapes and dtypes, since `where` would broadcast and promote.
-  applied = read_state(opt_state, f"{call}(opt_state)", name).finite
+  applied = read_state(opt_state, f"{call}(opt_state)", name).applied
   return select(applied, new, old, f"{call}(opt_state, new, old)")
 
 

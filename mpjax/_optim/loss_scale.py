@@ -311,7 +311,7 @@ def adjust(
     config: the configuration of the scale.
     state: the state before the step.
     own_finite: whether this scale's own loss and its gradients were finite.
-    applied: whether the step was applied; the field `finite` of the state.
+    applied: whether the step was applied.
     first_bad: the code of the first leaf that was not finite.
     all_finite: whether the gradients of all losses, and their sum, were finite.
   """

@@ -43,7 +43,15 @@ class LossScaleState(NamedTuple):
   floor_hits: Array  # int32: overflows at the minimum scale
   bad_updates: Array  # int32: steps skipped for their updates or new state alone
   first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
-  finite: Array  # bool: the last step was applied, which needs more than finite gradients
+  finite: Array  # bool: the last step was applied; read it as `applied`
+
+  @property
+  def applied(self) -> Array:
+    """Whether the last step was applied, which needs more than finite gradients of this loss.
+
+    The field has another name because checkpoints and metrics have it.
+    """
+    return self.finite
 
 
 class StepCount(NamedTuple):

@@ -228,7 +228,7 @@ class _Update(NamedTuple):
     return self.new._replace(
       skipped=self.old.skipped + count,
       consecutive_skips=self.old.consecutive_skips + count,
-      finite=self.new.finite & (count == 0),
+      finite=self.new.applied & (count == 0),
     )
 
 

@@ -460,7 +460,7 @@ tests/optim/step/test_train_step.py::test_what_was_infinite_before_skips_no_step
 mpjax/_optim/step/train_step.py::_run_with_retries
 
 52 with hysteresis a batch is run again at the same scale
-- jnp.where(metrics["finite"], after.scale, lower)
+- jnp.where(after.applied, after.scale, lower)
 + after.scale
 tests/optim/step/test_train_step_retries.py::test_retries_equal_the_oracle
 
