@@ -104,7 +104,7 @@ def is_floating(x: object) -> bool:
 
 def in_low_precision(x: Leaf) -> bool:
   """Whether `x` is an array in a floating dtype narrower than float32."""
-  return is_floating(x) and is_low_precision(x.dtype)
+  return isinstance(x, _ARRAYS) and is_low_precision(x.dtype)
 
 
 def cast_leaf(x: Leaf, dtype: DType) -> Leaf:

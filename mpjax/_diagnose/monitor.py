@@ -82,7 +82,7 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
     # A skipped step has updates of -0.0, which are no news. Keep the counts of the applied step.
     for one in scales:
       if one.state is not None:
-        counts = pick(one.state.finite, counts, old.counts)
+        counts = pick(one.state.applied, counts, old.counts)
     return new_updates, MonitorState(counts, new)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -28,7 +28,7 @@ from mpjax._core.leaves import (
 from mpjax._core.trees import is_floating
 from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert
-from mpjax._optim.find_scale import scales_in, scaling_states
+from mpjax._optim.find_scale import scales_in, scaling_states, states_by_path
 from mpjax._optim.optimizer_trees import nodes_of
 from mpjax._optim.states import LossScaleState
 
@@ -166,7 +166,8 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
     read, and each array is read straight to its devices.
 
   Masters of `mpjax.master_weights` may have been saved in the other `storage`. They are converted,
-  bit for bit, if their parameters are in the same tree.
+  bit for bit, if their parameters are in the same tree. States that an older version of mpjax has
+  saved may lack counters that were added since. These get the numbers that they start from.
 
   Save models and optimizers of Flax NNX as plain dicts, `nnx.to_pure_dict(nnx.state(model))`. Use
   the dict of new ones as the target, and store the result in them with `nnx.update`, as in the
@@ -366,6 +367,7 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
   # The label of a loss scale is part of its path, so another configuration misses paths too. Its
   # error says more.
   _refuse_other_configuration(target, leaves)
+  leaves = {**_defaults(target, expected, leaves), **leaves}
   missing = [path for path in expected if path not in leaves]
   extra = [path for path in leaves if path not in expected]
   problems = [f"nothing at {path or 'the root'}" for path in missing]
@@ -383,6 +385,23 @@ def _match(target: PyTree, expected: _Expected, restored: PyTree, cast: bool) ->
       fix=_advice_on_leaves([(leaves[path], expected[path]) for path in wrong]),
     )
   return leaves
+
+
+def _defaults(
+  target: PyTree, expected: _Expected, leaves: Mapping[str, Leaf]
+) -> dict[str, NumpyArray]:
+  """Returns the defaults of fields that a later version has added to the states in `leaves`."""
+  defaults: dict[str, NumpyArray] = {}
+  for place, state in states_by_path(target).items():
+    # A state of which nothing was saved is missing as a whole.
+    added = state._field_defaults if _below(place, leaves) else {}
+    for field, default in added.items():
+      # The leaf itself, or where variables are saved its "value". None is the default of an
+      # optional field, for whose leaves nothing stands.
+      paths = [path for path in expected if f"{path}/".startswith(f"{place}/{field}/".lstrip("/"))]
+      # The state may be vmapped, and have a shape.
+      defaults |= {x: np.full(expected[x].shape, default) for x in paths if default is not None}
+  return defaults
 
 
 def _advice_on_paths(target: PyTree, missing: Sequence[str], extra: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ from mpjax._optim.loss_scale import (
   read_label,
   warn_unless_power_of_two,
 )
-from mpjax._optim.optimizer_trees import full_like, stands_for
+from mpjax._optim.optimizer_trees import full_like, stands_for, states_with_path
 from mpjax._optim.states import (
   AccumulationState,
   LossScaleState,
@@ -50,7 +50,10 @@ from mpjax._optim.states import (
   MonitorState,
   StepCount,
   StochasticState,
+  as_state,
+  has_fields_of,
 )
+from mpjax._optim.wrapper_checks import refuse_around_masters
 
 T = TypeVar("T")
 
@@ -91,7 +94,7 @@ def loss_scaling_metrics(
   """
   where = "mpjax.loss_scaling_metrics"
   state = read_state(opt_state, f"{where}(opt_state)", name)
-  metrics = {"loss_scale": state.scale, "finite": state.finite}
+  metrics = {"loss_scale": state.scale, "finite": state.applied}
   metrics |= {key: getattr(state, key) for key in COUNTERS}
   if before is not None:
     # Under `NoLossScale` the scale has not changed.
@@ -117,7 +120,7 @@ def step_applied(opt_state: OptState, *, name: str | None = None) -> Array:
   >>> bool(mpjax.step_applied(mpjax.loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
   True
   """
-  return read_state(opt_state, "mpjax.step_applied(opt_state)", name).finite
+  return read_state(opt_state, "mpjax.step_applied(opt_state)", name).applied
 
 
 def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = None) -> T:
@@ -146,7 +149,7 @@ def keep_if_skipped(opt_state: OptState, new: T, old: T, *, name: str | None = N
   """
   call = "mpjax.keep_if_skipped"
   # `select` compares structure, shapes and dtypes, since `where` would broadcast and promote.
-  applied = read_state(opt_state, f"{call}(opt_state)", name).finite
+  applied = read_state(opt_state, f"{call}(opt_state)", name).applied
   return select(applied, new, old, f"{call}(opt_state, new, old)")
 
 
@@ -320,6 +323,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   # The scale is there, but its place in a chain may be wrong.
   refuse_outside(opt_state, where, chains=True)
+  refuse_around_masters(opt_state, where)
   picked = [one for one in scales if name is None or one.name == name]
   expected = "a state with one loss scale, or the name of a loss scale in it"
   got = f"one with {len(scales)}, named {[one.name for one in scales]}"
@@ -443,7 +447,7 @@ def is_scaling_state(node: object) -> bool:
     isinstance(label, str)
     and isinstance(numbers, Mapping)
     and is_label(label)
-    and set(numbers) == set(_class_of(label)._fields)
+    and has_fields_of(_class_of(label), numbers)
     for label, numbers in scales.items()
   )
 
@@ -457,9 +461,20 @@ def with_classes(node: PyTree) -> LossScalingState:
   """Returns a node that `is_scaling_state` as an instance of its class."""
   if isinstance(node, LossScalingState):
     return node
-  scales = {label: _class_of(label)(**numbers) for label, numbers in node["loss_scale"].items()}
-  # An `nnx.State` has no node for a state without arrays, such as that of `optax.sgd`.
-  return LossScalingState(scales, node.get("inner_state", ()))
+  scales = node["loss_scale"].items()
+  by_class = {label: as_state(_class_of(label), numbers) for label, numbers in scales}
+  return as_state(LossScalingState, {**node, "loss_scale": by_class})
+
+
+def states_by_path(tree: PyTree) -> dict[str, NamedTuple]:
+  """Returns each state of mpjax in a tree by its path, in its class also where a mapping is."""
+  wrappers = [item for kind in _WRAPPERS for item in states_with_path(tree, kind)]
+  states: dict[str, NamedTuple] = {path_text(path): state for path, state in wrappers}
+  for path, _, state in scaling_states(tree):
+    states[path_text(path)] = state
+    for label, numbers in state.loss_scale.items():
+      states[path_text((*path, *map(jax.tree_util.DictKey, ("loss_scale", label))))] = numbers
+  return states
 
 
 def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str) -> None:

@@ -28,8 +28,18 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Outside, 1/scale or the scale itself is subnormal in float32, and XLA flushes it to 0."""
 
 INT32_MAX = 2**31 - 1
-UPDATED = ContextVar[Callable[[Array, Array], object]]("UPDATED", default=lambda *_: None)
-"""Receives the counts of steps that each update read and returned. `atomic_step` sets it."""
+
+UPDATE_OBSERVER = ContextVar[Callable[[Array, Array], object]](
+  "UPDATE_OBSERVER", default=lambda *_: None
+)
+"""A function that each update calls with the count of steps that it has read, and with the new one.
+
+An update that skips has kept the optimizer's state by itself. If one update leads from the state
+before a step to the state after it, `atomic_step` need not select all moments again. Values cannot
+tell it, since they are traced, but the two arrays can: they are the counts before and after the
+step only if this update read the one and made the other. A second update, a loop or an inner `jit`
+has other arrays between. `atomic_step` then selects, which costs time and changes no number.
+"""
 
 
 @check_init("Write mpjax.NoLossScale().")
@@ -258,7 +268,10 @@ def _kind_in(label: str) -> str:
   return label.rpartition(":")[2].partition("(")[0]
 
 
-COUNTERS = ("good_steps", "total", "skipped", "consecutive_skips", "floor_hits", "bad_updates")
+_NO_COUNTERS = ("scale", "hysteresis", "first_bad", "finite")
+
+COUNTERS = tuple(field for field in LossScaleState._fields if field not in _NO_COUNTERS)
+"""The fields that start at 0, and that `loss_scaling_metrics` returns by their names."""
 
 
 def init_scale(config: LossScale) -> ScaleState:
@@ -298,7 +311,7 @@ def adjust(
     config: the configuration of the scale.
     state: the state before the step.
     own_finite: whether this scale's own loss and its gradients were finite.
-    applied: whether the step was applied; the field `finite` of the state.
+    applied: whether the step was applied.
     first_bad: the code of the first leaf that was not finite.
     all_finite: whether the gradients of all losses, and their sum, were finite.
   """
@@ -335,10 +348,9 @@ def adjust(
     # Growing restores the hysteresis and starts the next interval.
     good_steps = jnp.where(grow, 0, good_steps)
   skip = jnp.logical_not(applied)
-  # By identity, `atomic_step` sees that one update led from the old state to the new one.
   total = count_up(state.total, True)
-  UPDATED.get()(count_before, total)
-  return LossScaleState(
+  UPDATE_OBSERVER.get()(count_before, total)
+  return state._replace(
     scale=scale,
     good_steps=good_steps,
     hysteresis=hysteresis,

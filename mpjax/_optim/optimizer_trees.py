@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -24,6 +24,7 @@ from mpjax._core.trees import (
 )
 from mpjax._core.types import (
   Array,
+  Class,
   Grads,
   KeyPath,
   Leaf,
@@ -34,10 +35,9 @@ from mpjax._core.types import (
   is_inexact,
   is_low_precision,
 )
-from mpjax._optim.states import MasterWeightsState
+from mpjax._optim.states import MasterWeightsState, S, as_state
 
 T = TypeVar("T")
-S = TypeVar("S", bound=NamedTuple)
 
 
 def nodes_of(tree: PyTree, kind: type[T] | tuple[type[T], ...]) -> list[T]:
@@ -55,33 +55,45 @@ def states_of(opt_state: PyTree, kind: type[S]) -> list[S]:
   An `nnx.State`, its pure dict and a checkpoint that was read without a target have mappings in
   place of the classes. They lack states without arrays.
   """
-  states = nodes_of(opt_state, kind) or _states_in_mapping(opt_state, kind, inside=False)
+  states = [state for _, state in states_with_path(opt_state, kind)]
   return [jax.tree.map(raw_value, state, is_leaf=is_nnx_variable) for state in states]
 
 
-def _states_in_mapping(tree: PyTree, kind: type[S], *, inside: bool) -> list[S]:
-  """Returns the states of a class in a tree of mappings and sequences, by the names of fields.
+def states_with_path(opt_state: PyTree, kind: type[S]) -> list[tuple[KeyPath, S]]:
+  """Returns what `states_of` does, each state with its path and in variables, if it is in some."""
+  cls: Class = kind
+
+  def is_kind(x: PyTree) -> bool:
+    return isinstance(x, cls)
+
+  leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_kind)
+  in_classes = [(path, x) for path, x in leaves if is_kind(x)]
+  return in_classes or [*_states_in_mapping(opt_state, kind, (), inside=False)]
+
+
+def _states_in_mapping(
+  tree: PyTree, kind: type[S], path: KeyPath, *, inside: bool
+) -> Iterator[tuple[KeyPath, S]]:
+  """Yields the states of a class in a tree of mappings and sequences, by the names of fields.
 
   `inside` says that the tree is the state of an optimizer, or a part of a chain of some.
   """
   if isinstance(tree, Mapping) and stands_for(tree, kind, inside=inside):
-    # A state without arrays, such as that of `optax.sgd`, is missing in the mapping.
-    values = {"inner_state": (), **tree}
-    return [kind._make(values.get(field) for field in kind._fields)]
+    yield path, as_state(kind, tree)
+    return
   if isinstance(tree, Mapping):
     parts: Iterable[tuple[object, PyTree]] = tree.items()
   elif isinstance(tree, (list, tuple)):
     parts = enumerate(tree)
   else:
-    return []
-  states: list[S] = []
+    return
   for key, subtree in parts:
     # Only where an optimizer keeps its state may a mapping lack `inner_state`. Elsewhere, it may be
     # a dict of parameters.
     is_position = str(key).isdigit()
     is_inside = key in ("opt_state", "inner_state") or (is_position and inside)
-    states += _states_in_mapping(subtree, kind, inside=is_inside)
-  return states
+    below = (*path, jax.tree_util.DictKey(key))
+    yield from _states_in_mapping(subtree, kind, below, inside=is_inside)
 
 
 def stands_for(tree: Mapping[Any, PyTree], kind: type[NamedTuple], *, inside: bool) -> bool:

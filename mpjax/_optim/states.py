@@ -1,11 +1,34 @@
 """The states of the wrappers of optimizers.
 
 Wrappers look into the states of others, so states are below all of them.
+
+Checkpoints hold the names of fields, so a field keeps its name. A field that a later version adds
+stands at the end, and has a default: the number that it has before the first step, as a NumPy
+scalar of its dtype. A state that was saved without the field gets the default.
 """
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from mpjax._core.types import Array, OptState, PyTree
+
+S = TypeVar("S", bound=NamedTuple)
+
+
+def has_fields_of(kind: type[NamedTuple], mapping: Mapping[Any, PyTree]) -> bool:
+  """Whether a mapping has the fields of a state; those with a default may be missing."""
+  fields = set(kind._fields)
+  return fields.difference(kind._field_defaults) <= set(mapping) <= fields
+
+
+def as_state(kind: type[S], mapping: Mapping[Any, PyTree]) -> S:
+  """Returns a mapping with the fields of a state as an instance of its class.
+
+  An `nnx.State` and a checkpoint lack fields without arrays, such as the state of `optax.sgd`.
+  """
+  without_arrays = {field: () if field == "inner_state" else None for field in kind._fields}
+  values = {**without_arrays, **kind._field_defaults, **mapping}
+  return kind._make(values[field] for field in kind._fields)
 
 
 class LossScaleState(NamedTuple):
@@ -20,7 +43,15 @@ class LossScaleState(NamedTuple):
   floor_hits: Array  # int32: overflows at the minimum scale
   bad_updates: Array  # int32: steps skipped for their updates or new state alone
   first_bad: Array  # int32: the code of the last step's first non-finite leaf, see leaf_codes.py
-  finite: Array  # bool: the last step was applied, which needs more than finite gradients
+  finite: Array  # bool: the last step was applied; read it as `applied`
+
+  @property
+  def applied(self) -> Array:
+    """Whether the last step was applied, which needs more than finite gradients of this loss.
+
+    The field has another name because checkpoints and metrics have it.
+    """
+    return self.finite
 
 
 class StepCount(NamedTuple):

@@ -1,6 +1,8 @@
 """The checks that the wrappers of optimizers share."""
 
+import collections
 import inspect
+import itertools
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
@@ -8,6 +10,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from mpjax._core.errors import (
   REFUSALS,
@@ -19,7 +22,7 @@ from mpjax._core.errors import (
 )
 from mpjax._core.trees import is_array_like, tree_differences
 from mpjax._core.types import Grads, OptState, Params, PyTree, Updates, is_inexact
-from mpjax._optim.optimizer_trees import key_text, map_states
+from mpjax._optim.optimizer_trees import key_text, map_states, nodes_of
 from mpjax._optim.states import MasterWeightsState
 
 T = TypeVar("T")
@@ -186,3 +189,40 @@ def refuse_integers(params: Params, where: str) -> None:
     fix = "Keep counters, tables of integers and keys out of params: in model_state, say. Of an "
     fix += "Equinox model pass equinox.partition(model, equinox.is_inexact_array)[0]."
     raise MpjaxTypeError(where, expected="floating parameters", got=listed(integers), fix=fix)
+
+
+_KEEPS_UPDATES = (
+  *(optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState),
+  *(optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState),
+  *(optax.MultiStepsState, optax.ApplyIfFiniteState, optax.ConditionallyMaskState),
+)
+"""The states of those wrappers of optax that return the updates of their inner optimizer, or zeros
+while its state stays."""
+
+
+def refuse_around_masters(opt_state: OptState, where: str) -> None:
+  """Raises if a transformation behind or around `mpjax.master_weights` may change its updates.
+
+  The masters have moved by the full updates, and decide what the parameters become.
+  """
+  if isinstance(opt_state, MasterWeightsState) or not nodes_of(opt_state, MasterWeightsState):
+    return
+  # The children of this node. Each is visited below.
+  parts = jax.tree.leaves(opt_state, is_leaf=lambda x: x is not opt_state)
+  kind, got = type(opt_state), ""
+  if kind in (tuple, collections.OrderedDict):
+    # The state of a chain has the states of its transformations in their order.
+    followed = any(nodes_of(part, MasterWeightsState) for part, _ in itertools.pairwise(parts))
+    got = "one in a chain before another transformation" if followed else ""
+  elif kind.__module__.startswith("optax.") and not isinstance(opt_state, _KEEPS_UPDATES):
+    got = f"one inside of the state optax.{kind.__name__}"
+  if got:
+    raise MpjaxTypeError(
+      where,
+      expected="mpjax.master_weights around the entire optimizer, or last in its chain",
+      got=f"{got}, whose changes of updates the masters would not follow",
+      fix="Put all of it inside, mpjax.master_weights(optax.chain(...)). A transformation of other "
+      "parameters, such as one in optax.masked, may come before it in the chain.",
+    )
+  for part in parts:
+    refuse_around_masters(part, where)

@@ -22,7 +22,7 @@ from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.trees import pick, same_objects, tree_differences
 from mpjax._core.types import Array, P, PyTree
 from mpjax._optim.find_scale import OwnedScale, scales_in, store_scale
-from mpjax._optim.loss_scale import UPDATED
+from mpjax._optim.loss_scale import UPDATE_OBSERVER
 from mpjax._optim.states import LossScaleState
 from mpjax.nnx._link import model_of
 
@@ -84,14 +84,14 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     # 1. Note what the arguments hold now. The step writes to these very objects.
     before, scales = _state_of(arguments), _scales_of(arguments)
     states = [one.state for one in scales]
-    # 2. Run the step. `adjust` reports to `UPDATED` the number of steps that each update has read,
-    # and the one that it has returned. Atomic steps may be nested.
+    # 2. Run the step, and note which counts each update reads and returns. An atomic step inside
+    # of it notes its own.
     counts: _Counts = []
-    outer = UPDATED.set(lambda *pair: counts.append(pair))
+    outer = UPDATE_OBSERVER.set(lambda *pair: counts.append(pair))
     try:
       result = step(*args, **kwargs)
     finally:
-      UPDATED.reset(outer)
+      UPDATE_OBSERVER.reset(outer)
     # 3. A step is applied if each of its updates is.
     updates = _updates_of(scales, states, _scales_of(arguments), counts)
     applied = jnp.asarray(True)
@@ -228,7 +228,7 @@ class _Update(NamedTuple):
     return self.new._replace(
       skipped=self.old.skipped + count,
       consecutive_skips=self.old.consecutive_skips + count,
-      finite=self.new.finite & (count == 0),
+      finite=self.new.applied & (count == 0),
     )
 
 
@@ -254,9 +254,8 @@ def _updates_of(
   for was, a, one in zip(before, old, after, strict=True):
     b = one.state
     if a is not None and b is not None:
-      # A single optimizer that was updated once has selected its state itself: `loss_scaling` did.
-      # Counts are compared by identity. Updates inside of a loop read and return tracers of the
-      # loop, so these do not match.
+      # A single optimizer that was updated once has kept its own state if it was skipped. These
+      # very arrays show that, see `UPDATE_OBSERVER`.
       is_one_update = any(x is a.total and y is b.total for x, y in counts)
       updates.append(_Update(was, a, one, b, in_place=len(before) == 1 and is_one_update))
   return updates

@@ -85,7 +85,7 @@ def freezing(masters):
   frozen = {name: not of for name, of in trained.items()}
   return scaling(
     optax.chain(
-      optax.masked(masters(optimizer()), trained), optax.masked(optax.set_to_zero(), frozen)
+      optax.masked(optax.set_to_zero(), frozen), optax.masked(masters(optimizer()), trained)
     )
   )
 

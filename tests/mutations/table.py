@@ -104,18 +104,18 @@ mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
 - adjust(
 -   config,
 -   cast("LossScaleState", scales[label]),
--   own_finite=finite[label],
--   first_bad=first_bad[label],
--   applied=applied,
--   all_finite=all_finite,
+-   own_finite=decision.own_finite[label],
+-   first_bad=decision.first_bad[label],
+-   applied=decision.applied,
+-   all_finite=decision.all_finite,
 - )
 + adjust(
 +   config,
 +   cast("LossScaleState", scales[label]),
-+   own_finite=all_finite,
-+   first_bad=first_bad[label],
-+   applied=applied,
-+   all_finite=all_finite,
++   own_finite=decision.all_finite,
++   first_bad=decision.first_bad[label],
++   applied=decision.applied,
++   all_finite=decision.all_finite,
 + )
 tests/integration/test_several_losses.py::test_what_counts_for_each_scale
 
@@ -174,7 +174,7 @@ tests/optim/wrappers/test_loss_scaling.py::test_a_skipped_step_changes_nothing
 - [leaves[i] for i in inexact]
 + [leaves[i] for i in inexact[:-1]]
 
-mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decide
 
 18 gradients of several losses are checked, and not their sum, which may overflow (the list: a
   check before the reduction; over devices they are averaged before they get there)
@@ -182,24 +182,28 @@ mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
 + all_finite &= True
 tests/integration/test_several_losses.py::test_a_sum_that_overflows_is_skipped_and_no_scale_is_to_blame
 
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._step
+
 19 of several losses the optimizer gets the gradients of the first
-- gradient = shown(total)
-+ gradient = shown(next(iter(by_label.values())))
+- gradient = self._shown(total, params)
++ gradient = self._shown(next(iter(by_label.values())), params)
 tests/integration/test_several_losses.py::test_updates_are_those_of_the_float32_sum_and_each_scale_follows_its_own_loss
 
+mpjax/_optim/wrappers/loss_scaling.py::LossScaling._decide_by_updates
+
 25a check_updates looks at the new state alone
-- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
+- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, updates)
 + coded_leaves(LeafKind.STATE, changed)
 tests/diagnose/test_check_skipped_steps.py::test_check_skipped_steps_names_the_update
 
 25b check_updates looks at the updates alone
-- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
-+ coded_leaves(LeafKind.UPDATE, new)
+- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, updates)
++ coded_leaves(LeafKind.UPDATE, updates)
 ::test_a_new_state_that_is_not_finite_is_not_committed
 
 127 a best loss that starts at inf is a bad step for ever
-- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
-+ coded_leaves(LeafKind.STATE, new_inner) + coded_leaves(LeafKind.UPDATE, new)
+- coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, updates)
++ coded_leaves(LeafKind.STATE, new_inner) + coded_leaves(LeafKind.UPDATE, updates)
 ::test_a_number_of_the_state_that_is_as_it_was_does_not_count
 
 mpjax/_optim/optimizer_trees.py::step_or_select
@@ -354,12 +358,26 @@ mpjax/_optim/wrappers/master_weights.py::set_master_params
 + jnp.asarray(new, jnp.float32)
 ::test_a_master_is_never_the_array_that_it_was_made_from
 
+mpjax/_optim/wrapper_checks.py::refuse_around_masters
+
+39b a chain that goes on behind the masters is accepted, and what follows is ignored
+- "one in a chain before another transformation" if followed else ""
++ ""
+tests/optim/wrappers/test_master_weights.py::test_a_change_of_updates_that_masters_would_not_follow_is_an_error
+
 mpjax/_core/leaves.py::misfit
 
 40a a checkpoint is cast to the dtypes of the target unasked
 - cast and floats
 + floats
 tests/io/test_checkpoints_restore.py::test_another_dtype_is_an_error_that_names_every_leaf
+
+mpjax/_optim/states.py::has_fields_of
+
+40c a state of an older version is not known where a mapping stands for its class
+- fields.difference(kind._field_defaults) <= set(mapping) <= fields
++ set(mapping) == fields
+tests/integration/test_older_states.py::test_a_later_version_restores_a_state_without_its_new_fields
 
 mpjax/_policy/rules.py::ModuleRecord.check
 
@@ -446,7 +464,7 @@ tests/optim/step/test_train_step.py::test_what_was_infinite_before_skips_no_step
 mpjax/_optim/step/train_step.py::_run_with_retries
 
 52 with hysteresis a batch is run again at the same scale
-- jnp.where(metrics["finite"], after.scale, lower)
+- jnp.where(after.applied, after.scale, lower)
 + after.scale
 tests/optim/step/test_train_step_retries.py::test_retries_equal_the_oracle
 

@@ -36,7 +36,7 @@ def test_metrics_equal_the_oracle():
     assert bool(metrics.pop("finite")) == bool(mpjax.step_applied(state)) == bool(flag)
     assert float(metrics.pop("loss_scale")) == numbers.pop("scale")
     numbers.pop("hysteresis")
-    assert {key: int(value) for key, value in metrics.items()} == numbers
+    assert {key: int(metrics[key]) for key in numbers} == numbers
   assert state.inner_state[0].count == step == 5, "adam counts the applied steps only"
 
 

@@ -346,14 +346,22 @@ def test_golden_tree():
   state = tx.init({"w": jnp.ones(3)})
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
   label = ".loss_scale['all:dynamic']"
+  # Checkpoints have these fields. Each later one stands behind them, and has a default.
   fields = "scale good_steps hysteresis total skipped consecutive_skips floor_hits bad_updates"
+  fields = [*fields.split(), "first_bad", "finite"]
+  later = [*loss_scale.LossScaleState._field_defaults]
   assert paths == [
-    *(f"{label}.{field}" for field in [*fields.split(), "first_bad", "finite"]),
+    *(f"{label}.{field}" for field in [*fields, *later]),
     ".inner_state[0].trace['w']",
   ]
   leaves = jax.tree.leaves(state)
   assert not any(x.weak_type for x in leaves)
-  assert [x.dtype.name for x in leaves] == ["float32", *["int32"] * 8, "bool", "float32"]
+  dtypes = ["float32", *["int32"] * 8, "bool"]
+  assert [x.dtype.name for x in leaves[: len(fields)]] == dtypes
+  for field, default in loss_scale.LossScaleState._field_defaults.items():
+    start = getattr(state.loss_scale["all:dynamic"], field)
+    assert isinstance(default, np.generic), field
+    assert (start, start.dtype) == (default, default.dtype), field
   assert jax.tree.structure(pickle.loads(pickle.dumps(state))) == jax.tree.structure(state)
   off = mpjax.loss_scaling(optax.sgd(0.1), mpjax.NoLossScale()).init({"w": jnp.ones(3)})
   assert off.loss_scale["none"]._asdict() == {"total": 0}

@@ -251,6 +251,11 @@ class _Runs(NamedTuple):
   number: Array  # of runs, int32
   is_futile: Array  # whether the next run would fail like the last one
 
+  @property
+  def applied(self) -> Array:
+    """Whether the last run was applied."""
+    return self.metrics["finite"]
+
 
 def _run_with_retries(
   attempt: Callable[[TrainState, PyTree], _Attempt],
@@ -275,7 +280,7 @@ def _run_with_retries(
     return state._replace(opt_state=replace_scale(state.opt_state, own, scale))
 
   def may_help(runs: _Runs) -> Array:
-    return ~(runs.metrics["finite"] | runs.is_futile) & (runs.number <= max_retries)
+    return ~(runs.applied | runs.is_futile) & (runs.number <= max_retries)
 
   def run(runs: _Runs) -> _Runs:
     new, metrics, forward_finite = attempt(runs.state, batch)
@@ -293,19 +298,18 @@ def _run_with_retries(
     # because the same batch fails at the same scale.
     factor = jnp.asarray(own.fields["backoff_factor"], jnp.float32)
     lower = jnp.clip(before.scale * factor, *own.limits)
-    after = after._replace(scale=jnp.where(metrics["finite"], after.scale, lower))
+    after = after._replace(scale=jnp.where(after.applied, after.scale, lower))
     return _Runs(with_scale(new, after), metrics, first, runs.number + 1, is_futile)
 
   # A loop needs the types of the metrics before the first run.
   metrics = jax.eval_shape(attempt, state, batch).metrics
-  # The loop reads only `finite`, which is False: no step is applied yet.
+  # The loop reads only whether the last run was applied. All zeros say that it was not.
   zeros = jax.tree.map(lambda x: jnp.full_like(x, 0), metrics)
   start = _Runs(state, zeros, scale_in(state), jnp.zeros((), jnp.int32), jnp.asarray(False))
   last = jax.lax.while_loop(may_help, run, start)
   # If no run helped, the batch caused the overflow, not the scale. Then the scale moves as after
   # one run without retries.
-  applied = last.metrics["finite"]
-  scale = select(applied, scale_in(last.state), last.first_scale, where)
+  scale = select(last.applied, scale_in(last.state), last.first_scale, where)
   new = with_scale(last.state, scale)
   moved = loss_scaling_metrics(new.opt_state, before=state.opt_state)
   return new, {**last.metrics, **moved, "retries": last.number - 1}
@@ -333,7 +337,7 @@ def _check_decision(new: OptState, old: OptState) -> None:
   # a `shard_map` that checks varying values shows this in types. `pmap` and `check_vma=False` do
   # not.
   decisions = [own_scale(x, "").state for x in (new, old)]
-  after, before = ({*varying_axes(jax.typeof(x.finite))} for x in decisions if x is not None)
+  after, before = ({*varying_axes(jax.typeof(x.applied))} for x in decisions if x is not None)
   apart = sorted(after - before)
   if apart:
     where = f"{_CALL}(axis_name=None)"

@@ -21,6 +21,7 @@ from mpjax._core.trees import (
 from mpjax._core.types import Array, DType, Leaf, OptState, Params, Updates, is_inexact
 from mpjax._optim.optimizer_trees import refuse_none, states_of
 from mpjax._optim.states import MasterWeightsState
+from mpjax._optim.wrapper_checks import refuse_around_masters
 from mpjax._optim.wrappers.master_weights import (
   differentiated_as,
   has_no_master,
@@ -61,7 +62,7 @@ def apply_updates(
     A tree like `params`, with the same shapes and dtypes.
 
   Raises:
-    MpjaxTypeError: `opt_state` is a key.
+    MpjaxTypeError: `opt_state` is a key, or has masters whose updates may have been changed.
     MpjaxValueError: an unknown `rounding`; a `key` that is missing or unused; stochastic rounding
       of parameters with masters; trees that do not match.
 
@@ -81,6 +82,7 @@ def apply_updates(
     where = f"{call}(opt_state)"
     raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
   states = states_of(opt_state, MasterWeightsState)
+  refuse_around_masters(opt_state, f"{call}(opt_state)")
   is_stochastic = rounding == "stochastic"
   # A master keeps the part that rounding cuts off. Random rounding would move the parameter away
   # from it.

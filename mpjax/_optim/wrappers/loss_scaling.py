@@ -197,6 +197,15 @@ class _Step(NamedTuple):
   scales: dict[str, ScaleState]  # after the step, by label
 
 
+class _Decision(NamedTuple):
+  """Whether a step is applied, and which of its numbers were finite."""
+
+  applied: Array
+  own_finite: dict[str, Array]  # by label: the gradients and the loss of one loss
+  all_finite: Array  # those of all losses, and the sum of their gradients
+  first_bad: dict[str, Array]  # by label: the code of the first leaf that was not finite
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LossScaling:
   """The arguments of `loss_scaling`, and the functions of its transformation as methods."""
@@ -276,6 +285,41 @@ class LossScaling:
     loss: PyTree,
   ) -> _Step:
     """Returns the step of `inner`, whether it is applied, and how the scales move."""
+    scales = self._scales_of(state)
+    params = arrays_only(params) if self.is_scaled else params
+    by_label, total = self._gradients(updates, params, "updates")
+    if "grad" in extra_args:  # A line search gets the gradient a second time.
+      _, again = self._gradients(extra_args["grad"], params, "grad")
+      extra_args = {**extra_args, "grad": self._shown(again, params)}
+    gradient = self._shown(total, params)
+    run = functools.partial(self._run_inner, gradient, extra_args)
+    if not self.is_scaled:
+      counts: dict[str, ScaleState] = {
+        label: StepCount(count_up(scales[label].total)) for label in self.configs
+      }
+      return _Step(total, params, run, None, counts)
+    decision = self._decide(by_label, gradient, loss)
+    if self.check_updates:
+      # The step is computed twice: once into a reduction that stores nothing, and once to apply it.
+      # This takes less memory than keeping old and new values until the decision.
+      old = state.inner_state
+      decision = self._decide_by_updates(decision, run(old, params), old)
+    # A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
+    moved: dict[str, ScaleState] = {
+      label: adjust(
+        config,
+        cast("LossScaleState", scales[label]),
+        own_finite=decision.own_finite[label],
+        first_bad=decision.first_bad[label],
+        applied=decision.applied,
+        all_finite=decision.all_finite,
+      )
+      for label, config in self.configs.items()
+    }
+    return _Step(total, params, run, decision.applied, moved)
+
+  def _scales_of(self, state: OptState) -> dict[str, ScaleState]:
+    """Returns the scales in a state, or raises if it was created with another configuration."""
     scales = check_state(state, LossScalingState, f"{_CALL}(state)").loss_scale
     # Another configuration would go on from numbers that its limits and intervals do not allow.
     if set(scales) != set(self.configs):
@@ -286,71 +330,62 @@ class LossScaling:
         "into it (_replace) and carry the scale over with mpjax.states.set_loss_scale."
       )
       raise MpjaxValueError(f"{_CALL}(state)", expected=expected, got=got, fix=fix)
-    params = arrays_only(params) if self.is_scaled else params
-    by_label, total = self._gradients(updates, params, "updates")
-    trained = differentiated(params)
-    shown = float32_view if self.is_scaled else functools.partial(hide_untrained, params=trained)
-    if "grad" in extra_args:  # A line search gets the gradient a second time.
-      _, again = self._gradients(extra_args["grad"], params, "grad")
-      extra_args = {**extra_args, "grad": shown(again)}
-    gradient = shown(total)
+    return scales
 
-    def run(inner_state: OptState, params: Params) -> tuple[Updates, OptState]:
-      if self.is_scaled:
-        return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
-      # Under `NoLossScale`, `inner` sees what is stored.
-      seen = hide_untrained(params, params)
-      new, new_inner = self.inner.update(gradient, inner_state, seen, **extra_args)
-      # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
-      # next step again.
-      has_half = any(map(in_low_precision, jax.tree.leaves(params)))
-      return new, as_stored(new_inner, inner_state) if has_half else new_inner
+  def _shown(self, grads: Grads, params: Params) -> Grads:
+    """Returns gradients as `inner` is shown them; under `NoLossScale` as they are stored."""
+    if self.is_scaled:
+      return float32_view(grads)
+    return hide_untrained(grads, differentiated(params))
 
-    if not self.is_scaled:
-      counts: dict[str, ScaleState] = {
-        label: StepCount(count_up(scales[label].total)) for label in self.configs
-      }
-      return _Step(total, params, run, None, counts)
+  def _run_inner(
+    self,
+    gradient: Grads,
+    extra_args: Mapping[str, PyTree],
+    inner_state: OptState,
+    params: Params,
+  ) -> tuple[Updates, OptState]:
+    """Returns the updates and the new state of `inner`."""
+    if self.is_scaled:
+      return update_in_float32(self.inner, gradient, inner_state, params, extra_args, _CALL)
+    # Under `NoLossScale`, `inner` sees what is stored.
+    seen = hide_untrained(params, params)
+    new, new_inner = self.inner.update(gradient, inner_state, seen, **extra_args)
+    # float32 gradients turn bfloat16 moments into float32. A state of another dtype compiles the
+    # next step again.
+    has_half = any(map(in_low_precision, jax.tree.leaves(params)))
+    return new, as_stored(new_inner, inner_state) if has_half else new_inner
 
-    # 1. Each loss has its own gradients, and its own losses.
+  def _decide(self, by_label: Mapping[str, Grads], gradient: Grads, loss: PyTree) -> _Decision:
+    """Decides about a step by its gradients and losses."""
     by_name = self.several and isinstance(loss, Mapping)
     losses = self._by_label(loss, "loss") if by_name else dict.fromkeys(self.configs, loss)
-    first_bad, finite = dict[str, Array](), dict[str, Array]()
+    first_bad, own_finite = dict[str, Array](), dict[str, Array]()
     for label, grads in by_label.items():
       # The kind orders codes, so a bad gradient is named before a bad loss.
       leaves = coded_leaves(LeafKind.GRADIENT, grads) + coded_leaves(LeafKind.LOSS, losses[label])
-      first_bad[label], finite[label] = self._first_bad(leaves)
-    all_finite = functools.reduce(jnp.logical_and, finite.values())
+      first_bad[label], own_finite[label] = self._first_bad(leaves)
+    all_finite = functools.reduce(jnp.logical_and, own_finite.values())
     if self.several:
       # The sum of finite gradients may overflow; no single scale is to blame for that.
       arrays = jax.tree.leaves(gradient)
       all_finite &= self._agreed(first_nonfinite(arrays)) == len(arrays)
-    applied = all_finite
-    # 2. The step is computed twice: once into a reduction that stores nothing, and once to apply
-    # it. This takes less memory than keeping old and new values until the decision.
-    if self.check_updates:
-      new, new_inner = run(state.inner_state, params)
-      # An inf that the state has kept from the start is no fault: a best loss so far.
-      changed = jax.tree.map(unless_there_before, new_inner, state.inner_state)
-      leaves = coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, new)
-      code, is_finite = self._first_bad(leaves)
-      applied = jnp.logical_and(all_finite, is_finite)
-      # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
-      is_bad = jnp.logical_and(all_finite, jnp.logical_not(is_finite))
-      first_bad = {label: jnp.where(is_bad, code, own) for label, own in first_bad.items()}
-    # 3. A loss whose gradients were finite keeps its scale, even if another loss skipped the step.
-    moved: dict[str, ScaleState] = {
-      label: adjust(
-        config,
-        cast("LossScaleState", scales[label]),
-        own_finite=finite[label],
-        first_bad=first_bad[label],
-        applied=applied,
-        all_finite=all_finite,
-      )
-      for label, config in self.configs.items()
-    }
-    return _Step(total, params, run, applied, moved)
+    return _Decision(all_finite, own_finite, all_finite, first_bad)
+
+  def _decide_by_updates(
+    self, decision: _Decision, new: tuple[Updates, OptState], old_inner: OptState
+  ) -> _Decision:
+    """Decides about the same step by its updates and the new inner state, too."""
+    updates, new_inner = new
+    # An inf that the state has kept from the start is no fault: a best loss so far.
+    changed = jax.tree.map(unless_there_before, new_inner, old_inner)
+    leaves = coded_leaves(LeafKind.STATE, changed) + coded_leaves(LeafKind.UPDATE, updates)
+    code, is_finite = self._first_bad(leaves)
+    applied = jnp.logical_and(decision.all_finite, is_finite)
+    # If a gradient was not finite already, its leaf is the first one, not a consequence of it.
+    is_bad = jnp.logical_and(decision.all_finite, jnp.logical_not(is_finite))
+    first_bad = {x: jnp.where(is_bad, code, own) for x, own in decision.first_bad.items()}
+    return decision._replace(applied=applied, first_bad=first_bad)
 
   def _gradients(
     self, tree: PyTree, params: Params, argument: str

@@ -38,7 +38,13 @@ from mpjax._optim.states import (
   MasterWeightsState,
   SplitMasterWeightsState,
 )
-from mpjax._optim.wrapper_checks import check_inner, check_params, check_state, refuse_integers
+from mpjax._optim.wrapper_checks import (
+  check_inner,
+  check_params,
+  check_state,
+  refuse_around_masters,
+  refuse_integers,
+)
 
 T = TypeVar("T")
 
@@ -188,7 +194,8 @@ def master_weights(
   transformations of updates inside.
 
   Args:
-    inner: the optimizer. Consumers of parameters, such as weight decay, go inside.
+    inner: the optimizer. Consumers of parameters, such as weight decay, and all that changes
+      updates go inside. A chain that goes on behind the masters is an error where mpjax sees it.
     storage: "float32", or "split" for bfloat16 parameters. Float16 parameters have float32 masters
       in both. An existing state keeps its storage.
 
@@ -317,6 +324,7 @@ def init_in_float32(
     return state._replace(master=map_masters(one, state.master, params))
 
   state = inner.init(float32_view(params))
+  refuse_around_masters(state, where)
   try:
     return jax.tree.map(strong, map_states(adopted, state))
   except ValueError as error:

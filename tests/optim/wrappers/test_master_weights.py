@@ -529,3 +529,98 @@ def test_a_master_that_is_not_finite_shows():
   found = apply_from_master(params, jnp.zeros(3), state)
   for reached in (found.astype(F32), update_to(state.master, params)):
     np.testing.assert_array_equal(reached, values)
+
+
+# Transformations behind and around the masters.
+
+HALVES = optax.scale(0.5)
+TRAINED = {"w": True, "norm": False}
+HELD = {"w": jnp.asarray([1.0, -2.0], jnp.bfloat16), "norm": jnp.ones(2)}
+CHANGES = {
+  "a chain": lambda tx: optax.chain(tx, HALVES),
+  "a named chain": lambda tx: optax.named_chain(("masters", tx), ("half", HALVES)),
+  "a chain in a chain": lambda tx: optax.chain(optax.chain(tx, HALVES), optax.identity()),
+  "behind a mask": lambda tx: optax.chain(optax.masked(tx, TRAINED), optax.masked(HALVES, TRAINED)),
+  "behind a partition": lambda tx: optax.chain(
+    optax.partition({True: tx, False: optax.sgd(0.1)}, TRAINED), HALVES
+  ),
+  "hyperparameters": lambda tx: optax.inject_hyperparams(
+    lambda factor: optax.chain(tx, optax.scale(factor))
+  )(factor=0.5),
+  "in MultiSteps": lambda tx: optax.MultiSteps(
+    optax.chain(tx, HALVES), 2
+  ).gradient_transformation(),
+  "around MultiSteps": lambda tx: optax.chain(
+    optax.MultiSteps(tx, 2).gradient_transformation(), HALVES
+  ),
+  "apply_if_finite": lambda tx: optax.apply_if_finite(optax.chain(tx, HALVES), 3),
+  "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+}
+
+
+@pytest.mark.parametrize("storage", ["float32", "split"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_updates_that_masters_would_not_follow_is_an_error(name, storage):
+  tx = CHANGES[name](mpjax.master_weights(optax.sgd(0.25), storage=storage))
+  state = tx.init(HELD)
+  grads = jax.tree.map(lambda p: jnp.ones_like(p, jnp.float32), HELD)
+  updates, state = tx.update(grads, state, HELD)
+  fix = "mpjax.master_weights(optax.chain(...))"
+  alone = "around the entire optimizer, or last in its chain", "would not follow", fix
+  with refused(TypeError, "mpjax.apply_updates(opt_state)", *alone):
+    mpjax.apply_updates(HELD, updates, state)
+  # The wrappers look when they are initialised, and `scaled` looks at the state that it reads.
+  for wrap in (
+    mpjax.loss_scaling,
+    lambda tx: mpjax.accumulate_gradients(tx, 2),
+    lambda tx: mpjax.master_weights(mpjax.loss_scaling(tx)),
+  ):
+    with refused(TypeError, "(inner)", *alone):
+      wrap(tx).init(HELD)
+
+
+def test_a_loss_is_not_scaled_for_masters_in_front_of_a_change():
+  inside = mpjax.master_weights(mpjax.loss_scaling(optax.sgd(0.25)))
+  state = optax.chain(inside, HALVES).init(HELD)
+  with refused(
+    TypeError, "mpjax.scaled(opt_state)", "last in its chain", "would not follow", "Put"
+  ):
+    mpjax.scaled(jnp.sum, state)
+
+
+PASSES_ON = {
+  "last in a chain": lambda tx: optax.chain(optax.clip(8.0), tx),
+  "masked": lambda tx: optax.chain(
+    optax.masked(optax.set_to_zero(), {"w": False, "norm": True}), optax.masked(tx, TRAINED)
+  ),
+  "partition": lambda tx: optax.partition({True: tx, False: optax.set_to_zero()}, TRAINED),
+  "hyperparameters": lambda tx: optax.inject_hyperparams(
+    lambda rate: mpjax.master_weights(optax.sgd(rate))
+  )(rate=0.25),
+  "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+  "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+  "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("name", PASSES_ON)
+def test_wrappers_of_optax_that_pass_updates_on_end_at_the_rounded_masters(name):
+  # The same wrapper around float32 parameters, without masters, makes the numbers of the masters.
+  masters = PASSES_ON[name](mpjax.master_weights(optax.sgd(0.25)))
+  inner = optax.sgd(0.25)
+  if name == "hyperparameters":
+    control = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+  else:
+    control = PASSES_ON[name](inner)
+  held, exact = HELD, jax.tree.map(lambda p: p.astype(jnp.float32), HELD)
+  state, its_state = masters.init(held), control.init(exact)
+  for size in (2.0**-7, 3 * 2.0**-8, np.inf if name == "apply_if_finite" else 1.0, -(2.0**-6), 0.5):
+    grads = jax.tree.map(lambda p, g=size: jnp.full_like(p, g), exact)
+    updates, state = masters.update(grads, state, held)
+    held = mpjax.apply_updates(held, updates, state)
+    updates, its_state = control.update(grads, its_state, exact)
+    exact = optax.apply_updates(exact, updates)
+    of_w = mpjax.states.master_params(state)["w"]
+    np.testing.assert_array_equal(of_w, exact["w"], err_msg=str(size))
+    np.testing.assert_array_equal(held["w"], of_w.astype(jnp.bfloat16), err_msg=str(size))
+  assert not np.array_equal(exact["w"], HELD["w"])
