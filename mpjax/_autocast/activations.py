@@ -173,9 +173,7 @@ def _by_the_rules(
   """Returns the operations, rewritten for float32 operands, and the kind of the result."""
   (out,) = function.eqns[-1].outvars
   jaxpr = jaxpr_of(function.eqns, function.roots, [out])
-  inner = Rewriter(
-    jaxpr, rewriter.settings, rewriter.scope_policy.scope, (0,), (), rewriter.rewrite
-  )
+  inner = Rewriter(jaxpr, rewriter.scope_policy.scoped, (0,), (), rewriter.rewrite)
   # Consumers outside the function count too.
   results = [v for eqn in function.eqns for v in eqn.outvars]
   inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {})

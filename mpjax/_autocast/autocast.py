@@ -26,7 +26,7 @@ from mpjax._autocast.precision import default_precision, refusals_explained, tra
 from mpjax._autocast.rewrite import rewrite
 from mpjax._autocast.rewriter import LINEAR_ALGEBRA
 from mpjax._autocast.run import run
-from mpjax._autocast.scopes import Settings, check_rules_match
+from mpjax._autocast.scopes import ScopedSettings, Settings, check_rules_match
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_function, haiku_state
 from mpjax._core.types import (
@@ -239,7 +239,7 @@ def with_settings(
     flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
     now = dataclasses.replace(settings, default_precision=default_precision())
     consts = kinds_of_constants(program.consts, now)
-    new = rewrite(program.jaxpr, (*ins,), outs, flags, now, (), consts)
+    new = rewrite(program.jaxpr, (*ins,), outs, flags, ScopedSettings(now), consts)
     if new.linear_algebra:  # Without a line of the user.
       text = LINEAR_ALGEBRA.format(names=", ".join(new.linear_algebra))
       warnings.warn(text, UserWarning, stacklevel=2)

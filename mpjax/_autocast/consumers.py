@@ -27,7 +27,7 @@ from mpjax._autocast.origins import (
   origins_of,
 )
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import Scope, ScopePolicies, ScopePolicy, Settings
+from mpjax._autocast.scopes import ScopedSettings, ScopePolicies, ScopePolicy
 from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.count import is_small_matmul
@@ -68,15 +68,15 @@ class Flags(NamedTuple):
 
 @cached_per_jaxpr
 def flags_of(
-  jaxpr: Jaxpr, outs: tuple[int, ...], ins: Origins, settings: Settings, scope: Scope
+  jaxpr: Jaxpr, outs: tuple[int, ...], ins: Origins, scoped: ScopedSettings
 ) -> tuple[Flags, ScopePolicies]:
   """Returns the flags of each variable, and the policies.
 
   `outs` are the flags of each result, and `ins` the origins of the arguments.
   """
   flags, addends = dict[Atom, int](), dict[Atom, tuple[Atom, ...]]()
-  scope_policies = ScopePolicies(settings, scope)
-  origins = origins_of(jaxpr, ins, settings, scope).of
+  scope_policies = ScopePolicies(scoped)
+  origins = origins_of(jaxpr, ins, scoped).of
   sums = dict[Atom, tuple[Atom, ...]](
     (eqn.outvars[0], deciding(eqn, origins)) for eqn in jaxpr.eqns if adds_arrays(eqn)
   )
@@ -134,7 +134,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
   if eqn.primitive is convert_element_type_p:
     # The user's cast to low precision rounds anyway. A cast to float32 changes no value.
     return 0 if eqn.params["new_dtype"] in HALVES else behind
-  match part_of(eqn, scope_policies.settings.ops):
+  match part_of(eqn, scope_policies.scoped.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
       # A matmul casts its operands to its own dtype, so the consumers of its result do not matter.
       return Flag.FLOAT32 if is_small_matmul(eqn) else 0
@@ -205,18 +205,18 @@ def _of_call(
   ):
     return (Flag.FLOAT32,) * count, [()] * count
   each, added = [0] * count, [behind] * count
-  inside = scope_policies.settings, scope_policies(eqn).inside
+  inside = scope_policies.inside(eqn)
   for inner in inners:
     # The condition of a `while` returns a boolean, which has no flags.
     results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)
-    ins = origins_inside(operands, inner, *inside)
+    ins = origins_inside(operands, inner, inside)
     if inner.carry:
-      results = flags_of_loop(inner, results, ins, *inside)
-    flags, _ = flags_of(inner.jaxpr, results, ins, *inside)
+      results = flags_of_loop(inner, results, ins, inside)
+    flags, _ = flags_of(inner.jaxpr, results, ins, inside)
     outside = dict[Atom, int](zip(inner.jaxpr.invars, inner.operands or (), strict=True))
     # Constants inside have no kind here.
     origins = {
-      **origins_of(inner.jaxpr, ins, *inside).of,
+      **origins_of(inner.jaxpr, ins, inside).of,
       **dict.fromkeys(inner.jaxpr.constvars, Origin()),
     }
     for var, i in outside.items():
@@ -254,7 +254,7 @@ def terms_of(
 
 
 def flags_of_loop(
-  body: Inner, outs: tuple[int, ...], ins: Origins, settings: Settings, scope: Scope
+  body: Inner, outs: tuple[int, ...], ins: Origins, scoped: ScopedSettings
 ) -> tuple[int, ...]:
   """Returns the flags of the results of a loop's body; the next iteration is a consumer too."""
   count = len(body.carry)
@@ -263,7 +263,7 @@ def flags_of_loop(
   # A fixed point: the flags with which the body reads a carry are also flags of the result that
   # becomes this carry. Flags are only added, so the loop ends.
   while True:
-    flags, _ = flags_of(body.jaxpr, outs, ins, settings, scope)
+    flags, _ = flags_of(body.jaxpr, outs, ins, scoped)
     back = [flags.of.get(v, 0) for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
     again = tuple(a | b for a, b in zip(outs, back, strict=False)) + outs[count:]
     if again == outs:

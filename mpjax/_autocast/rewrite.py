@@ -12,7 +12,7 @@ from mpjax._autocast.kinds import Kinds
 from mpjax._autocast.operations import as_traced, operation
 from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
-from mpjax._autocast.scopes import Scope, Settings
+from mpjax._autocast.scopes import ScopedSettings
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
@@ -26,8 +26,7 @@ def rewrite(
   ins: Kinds,
   outs: tuple[DType | None, ...],
   flags: tuple[int, ...],
-  settings: Settings,
-  scope: Scope,
+  scoped: ScopedSettings,
   consts: Kinds = (),
   origins: Origins = (),
 ) -> Rewritten:
@@ -38,12 +37,12 @@ def rewrite(
   arguments.
   """
   # `rewrite` is an argument, since the modules of control flow call it and are imported here.
-  rewriter = Rewriter(jaxpr, settings, scope, flags, origins, rewrite)
+  rewriter = Rewriter(jaxpr, scoped, flags, origins, rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
 
   # Activation functions with powers, by the positions at which they end and begin.
-  functions = activations_of(jaxpr, settings.ops)
+  functions = activations_of(jaxpr, scoped.settings.ops)
   begun: dict[int, list[int]] = {}
   for end, function in functions.items():
     begun.setdefault(min(function.positions), []).append(end)

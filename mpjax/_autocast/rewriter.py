@@ -15,7 +15,7 @@ from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_i
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
 from mpjax._autocast.origins import Origins, origins_of
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
-from mpjax._autocast.scopes import Scope, Settings, mark_of
+from mpjax._autocast.scopes import ScopedSettings, mark_of
 from mpjax._core.types import FLOAT32, FLOATS, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import PREFIX, Source, location
@@ -98,16 +98,15 @@ class Rewriter:
   def __init__(
     self,
     jaxpr: Jaxpr,
-    settings: Settings,
-    scope: Scope,
+    scoped: ScopedSettings,
     outs: tuple[int, ...],
     ins: Origins,
     rewrite: Rewrite,
   ) -> None:
-    self.settings, self.rewrite = settings, rewrite
-    # The flags of the old variables, and a function from an equation to its scope.
-    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), ins, settings, scope)
-    self.origins = origins_of(jaxpr, ins, settings, scope).of  # of the old variables
+    self.settings, self.rewrite = scoped.settings, rewrite
+    # The flags of the old variables, and a function from an equation to its policy.
+    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), ins, scoped)
+    self.origins = origins_of(jaxpr, ins, scoped).of  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
