@@ -16,7 +16,7 @@ import numpy as np
 from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, merge_axes, split_axes
-from mpjax._matmul.float8 import Float8, rounded_up, with_largest
+from mpjax._matmul.float8 import MEASURED_SKIP, Float8, rounded_up, with_largest
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
@@ -125,6 +125,10 @@ class BlockRecipe(FormatRecipe):
   @property
   def block(self) -> int:
     return _BLOCKS[type(self.options)]
+
+  @property
+  def measured_skip(self) -> Sizes:
+    return MEASURED_SKIP["block"] if isinstance(self.options, Float8) else ()
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     rows = self.block if self._in_squares(operand) else 1

@@ -487,6 +487,13 @@ mpjax/_matmul/float8.py::Float8Recipe.quantise
 + E4M3 if operand.role == "gradient" else E5M2
 ::test_gradients_are_e5m2_and_all_other_operands_e4m3
 
+mpjax/_matmul/options.py::FormatRecipe.__post_init__
+
+137 a recipe takes the options of another format, and fails at a matmul
+- check_type(self.options, declared, f"{recipe}(options)", expected=expected, fix=fix)
++ pass
+tests/matmul/test_options.py::test_a_recipe_refuses_the_options_of_another_format
+
 # Kernels on a GPU.
 
 mpjax/_core/fused_leaves.py::least_nonfinite
