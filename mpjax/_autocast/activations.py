@@ -74,7 +74,7 @@ def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
     # A power gates the other factor, unless other operations use the power too. A broadcast factor
     # stays outside, because all of its equal rows would be saved.
     powers = [v for v in operands & grown.keys() if len(consumers[v]) == 1]
-    gates = powers and facts_of(eqn).role == "product" and operands.isdisjoint(repeated)
+    gates = powers and facts_of(eqn).acts_as == "product" and operands.isdisjoint(repeated)
     if len(values) != 1 and not gates:
       continue
     (out,) = eqn.outvars

@@ -180,9 +180,9 @@ def _own_flags(facts: Row) -> int:
   if facts.folds is operator.add:
     return Flag.SUM
   # Subtractions, floors and sorts: the rounding of an operand may change all of the result.
-  if facts.role == "sum" or facts.orders:
+  if facts.acts_as == "sum" or facts.orders:
     return Flag.FLOAT32
-  return Flag.PRODUCT if facts.role == "product" else 0
+  return Flag.PRODUCT if facts.acts_as == "product" else 0
 
 
 def _of_call(

@@ -119,7 +119,7 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
   rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
   in_policy = rewriter.scope_policy(eqn).compute_dtype is not None
-  if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
+  if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
     rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
   rewriter.write_as_traced(eqn, inners)
 
