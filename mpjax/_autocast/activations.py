@@ -143,7 +143,7 @@ def is_one_equation(rewriter: Rewriter, function: Activation) -> bool:
 
   If not, its operations are written one by one.
   """
-  first, *others = map(rewriter.scope_policy, function.eqns)
+  first, *others = map(rewriter.scope_policies, function.eqns)
   # One equation has one scope. Operations in several scopes may have several policies.
   apart = any(each.scope != first.scope for each in others)
   # Where the function begins, the values that it gates may not be written yet.
@@ -173,7 +173,7 @@ def _by_the_rules(
   """Returns the operations, rewritten for float32 operands, and the kind of the result."""
   (out,) = function.eqns[-1].outvars
   jaxpr = jaxpr_of(function.eqns, function.roots, [out])
-  inner = Rewriter(jaxpr, rewriter.scope_policy.scoped, (0,), (), rewriter.rewrite)
+  inner = Rewriter(jaxpr, rewriter.scope_policies.scoped, (0,), (), rewriter.rewrite)
   # Consumers outside the function count too.
   results = [v for eqn in function.eqns for v in eqn.outvars]
   inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {})

@@ -58,8 +58,8 @@ def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a `scan` or `while` whose carries enter and leave the body with the same kinds."""
   *tests, body = inners  # A `while` has one test, a `scan` none.
   atoms, kinds = operands_of(rewriter, eqn)
-  scope_policy = rewriter.scope_policy(eqn)
-  inside = rewriter.scope_policy.inside(eqn)
+  scope_policy = rewriter.scope_policies(eqn)
+  inside = rewriter.scope_policies.inside(eqn)
   # The next iteration is a consumer too, so the flags come before the kinds.
   flags = flags_of_loop(
     body,
@@ -166,7 +166,7 @@ def _carried(
 
 def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """Returns the operands of an equation for its inner jaxprs, and their kinds."""
-  low = rewriter.scope_policy(eqn).compute_dtype
+  low = rewriter.scope_policies(eqn).compute_dtype
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
   atoms = list(eqn.invars)
   kinds = [rewriter.kind(atom) or rewriter.literal(atom) for atom in atoms]
@@ -201,7 +201,7 @@ def rewrite_inner(
     outs: the dtypes of the results; a result without one keeps the computed dtype.
     flags: the flags of the results. None takes the flags of the results of the equation.
   """
-  program, scoped = inner.program, rewriter.scope_policy.inside(eqn)
+  program, scoped = inner.program, rewriter.scope_policies.inside(eqn)
   is_closed = isinstance(program, ClosedJaxpr)
   consts = kinds_of_constants(program.consts, scoped.settings) if is_closed else ()
   kinds = tuple(operands[i] for i in inner.operands or ())

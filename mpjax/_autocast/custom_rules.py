@@ -283,7 +283,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   new = rewrite_inner(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
-  scope_policy, state = rewriter.scope_policy(eqn), ACTIVE.value
+  scope_policy, state = rewriter.scope_policies(eqn), ACTIVE.value
   # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
   # the scope of the equation knows the policy of its module. The rule lives as long as the jaxpr
   # that holds it, so it keeps nothing of the call that a later one could find changed.
@@ -302,7 +302,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     [(dtype_of(v), kind) for v, kind in zip(eqn.invars, ins, strict=True)],
     [(dtype_of(v), kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
     flags_of_each_result(rewriter, eqn),
-    rewriter.scope_policy.inside(eqn),
+    rewriter.scope_policies.inside(eqn),
     rewriter.rewrite,
     state,
     scope_policy.compute_dtype,

@@ -52,7 +52,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     return rewriter.write_as_traced(_explained(eqn, "low", OF_INPUTS))
   # Whether the user has asked for a precision, or has cast all operands.
   is_cast = FLOAT32 not in map(dtype_of, eqn.invars)
-  own = is_cast or runs_as_written(eqn, rewriter.scope_policy(eqn))
+  own = is_cast or runs_as_written(eqn, rewriter.scope_policies(eqn))
   # A float32 result is rounded if an operand is.
   role = max(Role.UNROUNDED, *(kind.role for kind in kinds))
   # A rounded coordinate loses detail, and a rounded rotation is no longer orthogonal.
@@ -64,7 +64,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     eqn = _explained(eqn, "low", reason)
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write_rounding(eqn, operands, [Kind(role, FLOAT32)], low, retype(eqn, FLOAT32))
-  recipe, policy = None, rewriter.scope_policy(eqn).region.policy
+  recipe, policy = None, rewriter.scope_policies(eqn).region.policy
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
     reason = _why_no_recipe(rewriter, eqn, values, recipe)
@@ -86,7 +86,7 @@ def _why_no_recipe(
 ) -> str | None:
   """Returns why a matmul stays in the compute dtype; None if the recipe applies."""
   # The texts are for `mpjax.audit`.
-  if TABLE in rewriter.scope_policy(eqn).scope:
+  if TABLE in rewriter.scope_policies(eqn).scope:
     return "it is an embedding"
   if facts_of(eqn).flops == "convolution":
     return "it is no dot_general"
@@ -129,7 +129,7 @@ def _in_low_precision(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType, recipe: Recipe | None
 ) -> None:
   """Writes a matmul in a recipe, with a derivative rule of mpjax, or with the rule of JAX."""
-  scope_policy = rewriter.scope_policy(eqn)
+  scope_policy = rewriter.scope_policies(eqn)
   policy, asked = scope_policy.region.policy, scope_policy.asked
   params = in_precision(eqn.primitive, eqn.params, [low] * len(eqn.invars), asked)
   eqn = eqn.replace(params=params)

@@ -105,7 +105,7 @@ class Rewriter:
   ) -> None:
     self.settings, self.rewrite = scoped.settings, rewrite
     # The flags of the old variables, and a function from an equation to its policy.
-    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), ins, scoped)
+    self.flags, self.scope_policies = flags_of(jaxpr, tuple(outs), ins, scoped)
     self.origins = origins_of(jaxpr, ins, scoped).of  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
@@ -253,7 +253,7 @@ class Rewriter:
       eqn.primitive,
       eqn.params if params is None else params,
       map(dtype_of, operands),
-      self.scope_policy(eqn).asked,
+      self.scope_policies(eqn).asked,
     )
     self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
 
@@ -280,7 +280,7 @@ class Rewriter:
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
     """Writes an equation as it was traced; `role` is the role of its results, if known."""
-    scope_policy = self.scope_policy(eqn)
+    scope_policy = self.scope_policies(eqn)
     # A primitive in no list that holds jaxprs hides operations from the policy.
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
@@ -336,7 +336,7 @@ class Rewriter:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         if AUDIT.value is not None:
-          names[id(stack)] = with_scope(stack, mark_of(self.scope_policy(eqn).region))
+          names[id(stack)] = with_scope(stack, mark_of(self.scope_policies(eqn).region))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)
       if names[id(stack)] is stack:

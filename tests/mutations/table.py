@@ -737,12 +737,12 @@ mpjax/_autocast/operations.py::_is_widened
 ::test_the_addition_of_two_arrays_is_not_widened
 
 91 moves are widened as arithmetic is
-- not facts_of(eqn).arithmetic or rewriter.scope_policy(eqn).as_given
-+ rewriter.scope_policy(eqn).as_given
+- not facts_of(eqn).arithmetic or rewriter.scope_policies(eqn).as_given
++ rewriter.scope_policies(eqn).as_given
 ::test_arithmetic_runs_in_float32_for
 
 92 a dropout is widened, and returns another dtype than it is given
-- not facts_of(eqn).arithmetic or rewriter.scope_policy(eqn).as_given
+- not facts_of(eqn).arithmetic or rewriter.scope_policies(eqn).as_given
 + not facts_of(eqn).arithmetic
 tests/integration/test_layers.py::test_a_dropout_is_not_widened_for_its_consumers
 
