@@ -50,8 +50,8 @@ def _selected(each: Sequence[Kind | None]) -> Kind | None:
     return None
   kind = joined(*kinds)
   # One of the values may be a number such as -1e9, which is infinite in float16.
-  wide = kind.is_low and kind.role != Role.NUMBER and not fits(kinds, kind.dtype)
-  return kind._replace(dtype=FLOAT32) if wide else kind
+  is_out_of_range = kind.is_low and kind.role != Role.NUMBER and not fits(kinds, kind.dtype)
+  return kind._replace(dtype=FLOAT32) if is_out_of_range else kind
 
 
 def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:

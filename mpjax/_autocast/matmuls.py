@@ -149,25 +149,25 @@ def _in_low_precision(
   # The dtype of the gradient of each weight that the function has not cast to low precision.
   kinds = [None if v is None else v.kind for v in values]
   uncast = [kind is not None and kind.weight and kind.role == Role.PARAMETER for kind in kinds]
-  wide = [gradients if widens and each else None for each in uncast]
+  gradient_dtypes = [gradients if widens and each else None for each in uncast]
   # JAX gives a gradient the dtype of the operand, and would multiply a float32 cotangent in
   # float32. Only these two cases, and recipes, need a rule of mpjax.
-  if recipe is None and out == low and not any(wide):
+  if recipe is None and out == low and not any(gradient_dtypes):
     operands = [rewriter.read(atom, eqn, low) for atom in eqn.invars]
     return rewriter.write(eqn, operands, [Kind(Role.ACTIVATION, low)], retype(eqn, low))
   # A weight is cast inside the rule, so that its gradient is wide.
   operands = [
     v.atom if v is not None and dtype is not None else rewriter.read(atom, eqn, low)
-    for atom, v, dtype in zip(eqn.invars, values, wide, strict=True)
+    for atom, v, dtype in zip(eqn.invars, values, gradient_dtypes, strict=True)
   ]
   if recipe is None:
-    rule = Matmul(eqn.primitive, tuple(retype(eqn, low).items()), low, out, tuple(wide))
+    rule = Matmul(eqn.primitive, tuple(retype(eqn, low).items()), low, out, tuple(gradient_dtypes))
   else:
     index = _weight_of(values)
     weight = values[index]
     # Also if the function casts the weight itself: the rule takes the variable before that cast, so
     # that the gradient stays in float32.
-    wide[index] = FLOAT32
+    gradient_dtypes[index] = FLOAT32
     if weight is not None and weight.uncast is not None:
       operands[index] = weight.uncast
     # A recipe sees its operands in the compute dtype. The sizes of groups keep their type.
@@ -176,7 +176,7 @@ def _in_low_precision(
     params = tuple({**eqn.params, "precision": None, "preferred_element_type": low}.items())
     shows_roundings = AUDIT.value is not None and AUDIT.value.shows_roundings
     cls = ShownMatmul if shows_roundings else RecipeMatmul
-    rule = cls(eqn.primitive, params, low, low, (*wide,), (*types,), recipe, index)
+    rule = cls(eqn.primitive, params, low, low, (*gradient_dtypes,), (*types,), recipe, index)
   with context_of(eqn):
     product = equation(rule, eqn.ctx, *map(aval_of, operands))
   # In the context and at the line of the matmul.

@@ -196,10 +196,10 @@ def module_call(
   """Returns the call of a module. A rule with `rewrite=False` has no effect while initializing."""
   policy = resolved.policy
   # Float64 is not rewritten, so the arguments of the module are cast.
-  wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
+  is_float64 = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
   # `EVERY` holds `object`: a module around this one is called in the compute dtype.
-  casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
+  casts = is_float64 or is_whole or not state.casting.isdisjoint({object, type(module)})
   region = Region(policy)
   # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
   # the highest precision unless one is named, like all matmuls that a policy keeps in float32.

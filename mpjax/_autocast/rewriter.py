@@ -176,8 +176,8 @@ class Rewriter:
     written, others = terms_of(arrays, self.values, self.flags.sums, self.origins)
     kinds = map(self.kind, written)
     # Parameters and numbers take the dtype of the sum, so they do not make it float32.
-    wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
-    return flags & ~Flag.GATED | (Flag.FLOAT32 if wide else Flag.PRODUCT)
+    is_wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
+    return flags & ~Flag.GATED | (Flag.FLOAT32 if is_wide else Flag.PRODUCT)
 
   def flags_of_results(self, eqn: JaxprEqn) -> int:
     """Returns the flags of the floating results of an equation."""

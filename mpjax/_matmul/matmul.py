@@ -105,17 +105,18 @@ class Matmul:
   out: DType  # the dtype of the result
   # The dtype of each operand's gradient, for weights that are cast here; None for other operands,
   # which are in `half` already.
-  wide: tuple[DType | None, ...]
+  gradient_dtypes: tuple[DType | None, ...]
 
-  def _low(self, operands: Sequence[Array], wide: Sequence[DType | None]) -> list[Array]:
-    """Returns operands in the compute dtype."""
-    pairs = zip(operands, wide, strict=True)
-    return [x if w is None else jax.lax.convert_element_type(x, self.half) for x, w in pairs]
+  def _low(self, operands: Sequence[Array], dtypes: Sequence[DType | None]) -> list[Array]:
+    """Returns operands in the compute dtype; `dtypes` are those of their gradients."""
+    pairs = zip(operands, dtypes, strict=True)
+    return [x if d is None else jax.lax.convert_element_type(x, self.half) for x, d in pairs]
 
   def __call__(self, *operands: Array) -> Array:
     """Returns the matmul in its output dtype."""
-    wide = {} if self.out == self.half else {"preferred_element_type": self.out}
-    return into(self.primitive, self._low(operands, self.wide), {**dict(self.params), **wide})
+    result = {} if self.out == self.half else {"preferred_element_type": self.out}
+    low = self._low(operands, self.gradient_dtypes)
+    return into(self.primitive, low, {**dict(self.params), **result})
 
   def with_kept(
     self, moving: tuple[int, ...], *operands: Array
@@ -139,12 +140,13 @@ class Matmul:
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
   ) -> Array:
     """Returns the gradient of an operand of the type `like`, summed over `vmap`s that it lacks."""
-    low = self._low(others, self.wide[:side] + self.wide[side + 1 :])
+    dtypes = self.gradient_dtypes
+    low = self._low(others, dtypes[:side] + dtypes[side + 1 :])
     cotangent = jax.lax.convert_element_type(cotangent, self.half)
-    wide = {} if self.wide[side] is None else {"preferred_element_type": self.wide[side]}
+    result = {} if dtypes[side] is None else {"preferred_element_type": dtypes[side]}
 
     def multiply(eqn: JaxprEqn, operands: Sequence[Array], _: Sequence[int]) -> Array:
-      return into(eqn.primitive, operands, {**eqn.params, **wide})
+      return into(eqn.primitive, operands, {**eqn.params, **result})
 
     args = (cotangent, *low)
     return self.transposed(multiply, side, like, levels, [*map(jax.typeof, args)], *args)
@@ -492,7 +494,7 @@ def _multiplied(
     scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
     cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
     other = Scaled(other.values, jnp.ones((), FLOAT32))
-  out = matmul.wide[side] or matmul.half
+  out = matmul.gradient_dtypes[side] or matmul.half
   product = matmul.product_of(side)
 
   def multiply(eqn: JaxprEqn, operands: Sequence[Array], positions: Sequence[int]) -> Array:
