@@ -672,7 +672,7 @@ mpjax/_autocast/consumers.py::_through_arithmetic
 mpjax/_autocast/consumers.py::_own_flags
 
 83 a multiplication is no consumer
-- Flag.PRODUCT if facts.role == "product" else 0
+- Flag.PRODUCT if facts.acts_as == "product" else 0
 + 0
 ::test_flags_of_the_operand_of
 
