@@ -223,7 +223,7 @@ def _equation(computed: _Computed, saved: Sequence[DType], *avals: ShapedArray) 
 def _along(activation: Callable[..., list[Array]], moving: int) -> Callable[..., Array]:
   """Returns the derivative by one operand as a function of a tangent and the operands."""
 
-  def change(step: Array, *operands: Array) -> Array:
+  def change(t: Array, *operands: Array) -> Array:
     # The barrier hides from XLA that this factor is 1. Otherwise XLA would share these operations
     # with the forward pass, and keep a float32 tanh.
     one = jax.lax.optimization_barrier(np.float32(1))
@@ -232,7 +232,7 @@ def _along(activation: Callable[..., list[Array]], moving: int) -> Callable[...,
     # The function is elementwise, so its derivative along ones is the slope at each position.
     ones = jax.lax.full_like(x, 1)
     _, (slope,) = jax.jvp(lambda x: activation(*before, x, *after), (x,), (ones,))
-    return jax.lax.mul(jax.lax.convert_element_type(slope, step.dtype), step)
+    return jax.lax.mul(jax.lax.convert_element_type(slope, t.dtype), t)
 
   return change
 
@@ -282,7 +282,7 @@ def _batch(
 
 
 tangent_p.def_impl(_evaluate)
-tangent_p.def_abstract_eval(lambda step, *_, **__: step)
+tangent_p.def_abstract_eval(lambda t, *_, **__: t)
 ad.primitive_jvps[tangent_p] = _jvp
 ad.primitive_transposes[tangent_p] = _transpose
 batching.primitive_batchers[tangent_p] = _batch

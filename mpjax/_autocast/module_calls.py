@@ -351,16 +351,16 @@ class ModuleCall(NamedTuple):
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     """Runs a generator, each step in the region of the module."""
     # As `yield from` does, but between two steps the caller's state must be active.
-    step, sent = body.send, None
+    resume, sent = body.send, None
     while True:
       try:
-        yielded = self.run(step, (sent,), {})
+        yielded = self.run(resume, (sent,), {})
       except StopIteration as stop:
         return self.result(stop.value)
       try:
-        step, sent = body.send, (yield self.result(yielded))
+        resume, sent = body.send, (yield self.result(yielded))
       except BaseException as error:  # `GeneratorExit` closes the body.
-        step, sent = body.throw, error
+        resume, sent = body.throw, error
 
 
 _NOTE = "mpjax: raised inside"

@@ -110,8 +110,8 @@ def origins_inside(operands: Sequence[Origin], inner: Inner, scoped: ScopedSetti
       each = Origin(sources=(var,))
     sources = tuple(numbers.setdefault(source, len(numbers)) for source in each.sources)
     origins.append(Origin(each.product, sources))
-  total = sum(len(each.sources) for each in origins)
-  is_plain = total == len(numbers) - 1 and not any(each.product for each in origins)
+  count = sum(len(each.sources) for each in origins)
+  is_plain = count == len(numbers) - 1 and not any(each.product for each in origins)
   return () if is_plain else tuple(origins)
 
 

@@ -227,13 +227,13 @@ def nearest_e2m1(x: Array) -> Array:
 
   XLA has casts to e2m1 that round to float16 first, and therefore round some numbers wrongly.
   """
-  # e2m1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. `step` is the distance of the neighbours.
+  # e2m1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. `spacing` is the distance of neighbours.
   size = jax.lax.abs(x)
   coarse = jnp.where(size < 4, np.float32(1), np.float32(2))
-  step = jnp.where(size < 2, np.float32(0.5), coarse)
-  units = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  spacing = jnp.where(size < 2, np.float32(0.5), coarse)
+  units = jax.lax.round(x / spacing, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   most = np.float32(_MOST_E2M1)
-  return jax.lax.convert_element_type(jax.lax.clamp(-most, units * step, most), E2M1)
+  return jax.lax.convert_element_type(jax.lax.clamp(-most, units * spacing, most), E2M1)
 
 
 def _kept(blocks: Array, scale: Array) -> Scaled:

@@ -108,7 +108,9 @@ def parse_precision(
   if accumulation is None or weight_grad_dtype is None:
     return parsed
   if DType(accumulation).itemsize < weight_grad_dtype.itemsize:
-    expected = f"an algorithm that adds up in {weight_grad_dtype.name}, as weight_grad_dtype asks for"
+    expected = (
+      f"an algorithm that adds up in {weight_grad_dtype.name}, as weight_grad_dtype asks for"
+    )
     fix = "Write one whose name ends in this dtype, or leave out weight_grad_dtype."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return parsed
