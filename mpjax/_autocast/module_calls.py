@@ -92,7 +92,7 @@ def call_rewritten(
   # Also if no module runs in this trace: a jitted function that was traced before keeps its marks.
   check = functools.partial(check_kernels, kept=state.keeping)
   with ACTIVE(state):
-    call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check=check)
+    call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check_kernels=check)
     return call(*args)
 
 
