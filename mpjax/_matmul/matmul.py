@@ -737,14 +737,10 @@ that code that reads jaxprs finds it.
 """
 
 
-def _dot_general(*operands: Array, **params: Any) -> Array:
-  return dot_general_p.bind(*operands, **params)
-
-
 def _widened(*operands: Array, **params: Any) -> Array:
   out = params["preferred_element_type"]
   widened = (x.astype(out) if x.dtype == jnp.bfloat16 else x for x in operands)
-  return _dot_general(*widened, **params)
+  return dot_general_p.bind(*widened, **params)
 
 
 # Compiled, since only a lowering knows the platform.
@@ -762,14 +758,16 @@ def _run_wide(*operands: Array, **params: Any) -> Array:
 @wide_dot_general_p.def_abstract_eval
 @remembered_off_mesh
 def _type_of_wide(*avals: ShapedArray, **params: Any) -> AbstractValue:
-  return jax.make_jaxpr(functools.partial(_dot_general, **params))(*avals).jaxpr.outvars[0].aval
+  return (
+    jax.make_jaxpr(functools.partial(dot_general_p.bind, **params))(*avals).jaxpr.outvars[0].aval
+  )
 
 
 def _batch_wide(
   operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Array, int]:
   # JAX's own rule decides the axes. Its matmul is then replaced by this primitive again.
-  mapped = jax.vmap(functools.partial(_dot_general, **params), in_axes=tuple(dims))
+  mapped = jax.vmap(functools.partial(dot_general_p.bind, **params), in_axes=tuple(dims))
   program = jax.make_jaxpr(mapped)(*operands)
   eqns = [
     eqn.replace(primitive=wide_dot_general_p) if eqn.primitive is dot_general_p else eqn
@@ -780,13 +778,15 @@ def _batch_wide(
 
 def _transpose_wide(side: int, cotangent: Array, *operands: Any, **params: Any) -> Array:
   def linear(x: Array) -> Array:
-    return _dot_general(*(x if i == side else y for i, y in enumerate(operands)), **params)
+    return dot_general_p.bind(*(x if i == side else y for i, y in enumerate(operands)), **params)
 
   return jax.linear_transpose(linear, operands[side].aval)(cotangent)[0]
 
 
 ad.defbilinear(wide_dot_general_p, *(functools.partial(_transpose_wide, i) for i in (0, 1)))
 batching.primitive_batchers[wide_dot_general_p] = _batch_wide
-mlir.register_lowering(wide_dot_general_p, mlir.lower_fun(_dot_general, multiple_results=False))
+mlir.register_lowering(
+  wide_dot_general_p, mlir.lower_fun(dot_general_p.bind, multiple_results=False)
+)
 _on_cpu = mlir.lower_fun(_widened, multiple_results=False)
 mlir.register_lowering(wide_dot_general_p, _on_cpu, platform="cpu")

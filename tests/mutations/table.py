@@ -936,7 +936,9 @@ tests/jaxpr/test_reader.py::test_a_literal_with_axes_is_no_number
 mpjax/_jaxpr/compat.py::with_equations
 
 126 a jaxpr does not say that it holds objects
-- any(eqn.primitive.is_high(*map(_aval, eqn.invars), **eqn.params) for eqn in eqns)
+- any(
+-   eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params) for eqn in eqns
+- )
 + False
 tests/jaxpr/test_compat.py::test_a_jaxpr_with_an_object_is_high
 
