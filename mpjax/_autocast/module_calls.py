@@ -199,7 +199,7 @@ def module_call(
   is_float64 = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
   # `EVERY` holds `object`: a module around this one is called in the compute dtype.
-  casts = is_float64 or is_whole or not state.casting.isdisjoint({object, type(module)})
+  is_cast = is_float64 or is_whole or not state.casting.isdisjoint({object, type(module)})
   region = Region(policy)
   # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
   # the highest precision unless one is named, like all matmuls that a policy keeps in float32.
@@ -213,10 +213,29 @@ def module_call(
     around=resolved.inherited(),
     entered=True,
     region=region,
-    casting=EVERY if casts else state.casting,
+    casting=EVERY if is_cast else state.casting,
     keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
   )
-  return ModuleCall(module, path, resolved, state, inner, layers)
+  around = state.region
+  is_inside_whole = state.casting == EVERY and around is not None and around.called_in is not None
+  # The outermost module has the `output_dtype` of the model's policy, if its own has none. Among
+  # inner modules, only one with which another policy begins returns the dtype of that policy.
+  output_dtype = None
+  if policy is not None and not state.entered:
+    output_dtype = resolved.output_dtype
+  elif policy is not None and resolved.begins:
+    output_dtype = policy.output_dtype
+  return ModuleCall(
+    module,
+    path,
+    resolved,
+    state,
+    inner,
+    layers,
+    is_cast=is_cast,
+    is_inside_whole=is_inside_whole,
+    output_dtype=output_dtype,
+  )
 
 
 class ModuleCall(NamedTuple):
@@ -227,7 +246,11 @@ class ModuleCall(NamedTuple):
   resolved: ModulePolicy
   state: Active  # the state of the call
   inner: Active  # the state of its own operations; submodules inherit its policy
-  layers: Layers = Layers()
+  layers: Layers
+  is_cast: bool  # whether the module is called in its compute dtype, not in float32
+  # Whether a module around it runs as a whole, whose code passes arguments and results.
+  is_inside_whole: bool
+  output_dtype: DType | None  # the dtype that the policy gives the results; None keeps theirs
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
     """Calls a method, or a step of a generator, in the region of the module.
@@ -238,7 +261,7 @@ class ModuleCall(NamedTuple):
     # The fields of the module to set during the call.
     fields: dict[str, object] = {}
     is_replaced = False  # whether float32 replaces the module's own `dtype`
-    if policy is not None and self._is_cast:
+    if policy is not None and self.is_cast:
       fields = dtype_field(module, policy.compute_dtype, always=True)
     elif policy is not None:
       keeps_own = initializing or (inner.keeps_dtypes and computes_in_half(policy))
@@ -248,7 +271,7 @@ class ModuleCall(NamedTuple):
       arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
       # A real `dtype` would drop the imaginary part of a complex array.
       is_real = not any(map(jnp.iscomplexobj, arrays))
-      if self._is_cast and not self._is_inside_whole and is_real:
+      if self.is_cast and not self.is_inside_whole and is_real:
         args, kwargs = cast_arrays((args, kwargs), policy.compute_dtype)
       elif policy.compute_dtype == FLOAT32:
         args, kwargs = map_arrays(low_to_float32, (args, kwargs))
@@ -282,7 +305,8 @@ class ModuleCall(NamedTuple):
       scopes.enter_context(ACTIVE(inner))
       for name in marks:
         scopes.enter_context(jax.named_scope(name))
-      scopes.enter_context(_set(module, fields))
+      if fields:
+        scopes.enter_context(_set(module, fields))
       try:
         return method(*args, **kwargs)
       except REFUSALS as error:
@@ -303,10 +327,10 @@ class ModuleCall(NamedTuple):
       return outputs
     # Whether the results are rounded to the compute dtype, as with `dtype=`.
     is_layer = isinstance(self.module, self.layers.rounded) and self.state.tracing
-    is_rounded = is_layer and computes_in_half(policy) and not self._is_inside_whole
+    is_rounded = is_layer and computes_in_half(policy) and not self.is_inside_whole
     dtype = self.output_dtype
-    if dtype is None and self._is_cast:
-      dtype = None if self._is_inside_whole else policy.compute_dtype
+    if dtype is None and self.is_cast:
+      dtype = None if self.is_inside_whole else policy.compute_dtype
     elif dtype is None and is_rounded:
       # A layer's `preferred_element_type` is the user's choice.
       dtype = plain_attribute(self.module, "preferred_element_type")
@@ -324,29 +348,6 @@ class ModuleCall(NamedTuple):
       return cast_leaf(x, dtype)
 
     return map_arrays(leaf, outputs)
-
-  @property
-  def output_dtype(self) -> DType | None:
-    """The dtype that the policy gives the results; None keeps the computed dtype."""
-    policy = self.resolved.policy
-    if policy is None:
-      return None
-    # The outermost module has the `output_dtype` of the model's policy, if its own has none. Among
-    # inner modules, only one with which another policy begins returns the dtype of that policy.
-    if not self.state.entered:
-      return self.resolved.output_dtype
-    return policy.output_dtype if self.resolved.begins else None
-
-  @property
-  def _is_cast(self) -> bool:
-    """Whether the module is called in its compute dtype, not in float32."""
-    return self.inner.casting == EVERY
-
-  @property
-  def _is_inside_whole(self) -> bool:
-    """Whether a module around it runs as a whole, whose code passes arguments and results."""
-    region = self.state.region
-    return self.state.casting == EVERY and region is not None and region.called_in is not None
 
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     """Runs a generator, each step in the region of the module."""

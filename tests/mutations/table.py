@@ -406,11 +406,11 @@ mpjax/nnx/_with_policy.py::with_policy
 + model
 ::test_a_view_holds_the_very_variables_and_leaves_the_model_alone
 
-mpjax/_autocast/module_calls.py::ModuleCall.output_dtype
+mpjax/_autocast/module_calls.py::module_call
 
 45 the output dtype is for every module, not for the outermost one called
-- not self.state.entered
-+ not self.state.entered or outermost is not None
+- policy is not None and not state.entered
++ policy is not None
 tests/integration/test_which_policy.py::test_output_dtypes_are_for_where_a_policy_begins
 
 mpjax/_autocast/module_calls.py::call_rewritten
