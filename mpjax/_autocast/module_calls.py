@@ -35,7 +35,7 @@ from mpjax._policy.active import ACTIVE, EVERY, Active, Region
 from mpjax._policy.audit_record import AUDIT, AuditedModule
 from mpjax._policy.layers import Layers
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm, rewrites
+from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm
 
 R = TypeVar("R")
 S = TypeVar("S", bound=Active)
@@ -62,18 +62,15 @@ _CHANGES_OTHERS = ("JaxTransformError", "TraceContextError")
 _WHERE = "mpjax.with_policy(model, policy)"
 
 
-def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
-  """Whether a call of a module in `state` is traced and rewritten, as the outermost one is."""
-  return rewrites(policy) and not (
-    state.tracing or state.casting == EVERY or path in state.as_python
-  )
+def begins_trace(state: Active, path: str) -> bool:
+  """Whether a call of a module in `state` is the outermost one, which is traced and rewritten."""
+  return not (state.tracing or state.casting == EVERY or path in state.as_python)
 
 
 def call_rewritten(
   fn: Callable[..., R],
   args: Args,
   state: Active,
-  policy: Policy | None,
   inputs: Callable[[Args], Iterable[Leaf]],
   results: Callable[[R], PyTree] = lambda returned: returned,
 ) -> R:
@@ -82,11 +79,11 @@ def call_rewritten(
   Args:
     fn: the function.
     args: its arguments, trees of arrays.
-    state: the active state of the call.
-    policy: the policy of operations outside modules.
+    state: the active state of the call. Its region has the policy of operations outside modules.
     inputs: returns the leaves of the arguments that are inputs. The others are parameters.
     results: see `with_settings`.
   """
+  policy = None if state.region is None else state.region.policy
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
 
   # Also if no module runs in this trace: a jitted function that was traced before keeps its marks.

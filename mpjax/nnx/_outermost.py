@@ -7,7 +7,6 @@ NNX's own transforms do.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +14,12 @@ import jax
 from flax import nnx
 
 from mpjax._autocast.boundary import Boundary, NotTraceable
-from mpjax._autocast.module_calls import array, attempts, call_rewritten
+from mpjax._autocast.module_calls import array, call_rewritten
 from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
-from mpjax._policy.active import ACTIVE, Active, Region
+from mpjax._policy.active import ACTIVE, Active
 from mpjax.nnx import _layers
 from mpjax.nnx._changes import Models, copy_changes
 from mpjax.nnx._graph import (
@@ -33,31 +32,10 @@ from mpjax.nnx._graph import (
   put_in_order,
   rebound,
 )
-from mpjax.nnx._link import check_modes, is_view, module_path, resolved_policy
+from mpjax.nnx._link import check_modes
 
 _TAG = "mpjax.policy"
 """The name of the context in which NNX maps each copy to its original."""
-
-
-def outermost(call: Function, name: str, module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
-  """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
-
-  Args:
-    call: the call of a method, as a function of the module and the method's arguments.
-    name: the name of the method, for the errors of JAX.
-    module: a module of a view.
-    args: the positional arguments of the method.
-    kwargs: its keyword arguments.
-  """
-
-  def rewrite(state: Active) -> PyTree:
-    return _rewritten(call, name, module, args, kwargs, state)
-
-  def run_as_python(_: Active) -> PyTree:
-    return call(module, args, kwargs)
-
-  state = dataclasses.replace(calling_state(), region=Region(resolved_policy(module).policy))
-  return attempts(rewrite, run_as_python, state, module_path(module))
 
 
 def current() -> Active | None:
@@ -84,16 +62,27 @@ class _Trace(NamedTuple):
   outside: Function
 
 
-def _rewritten(
+def rewritten(
   call: Function, name: str, module: nnx.Module, args: Args, kwargs: Kwargs, state: Active
 ) -> PyTree:
-  """Traces a call, rewrites it, and runs it; changes the modules as it does. See `outermost`."""
+  """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
+
+  It traces the call, rewrites it, and runs it, and changes the modules as the call does.
+
+  Args:
+    call: the call of a method, as a function of the module and the method's arguments.
+    name: the name of the method, for the errors of JAX.
+    module: a module of a view.
+    args: the positional arguments of the method.
+    kwargs: its keyword arguments.
+    state: the state of the call, in the region of the module.
+  """
   # 1. All that the call can reach before it begins, since each attempt starts from the present
   # state: the modules and variables in the module and in the arguments, also in containers there
   # (an `nnx.Rngs` in a dict), and what they hold.
   arguments = Boundary((args, kwargs), is_node).leaves
   modules, variables = parts_of((module, arguments))
-  for each in filter(is_view, modules):
+  for each in modules:
     check_modes(each)  # Here, because a copy leads to no model to compare with.
   attributes = [dict(vars(each)) for each in modules]
   orders = orders_of((module, arguments))
@@ -152,8 +141,7 @@ def _rewritten(
   with nnx.update_context(_TAG):
     tree = nnx.to_tree((module, arguments), ctxtag=_TAG)
     tree = jax.tree.map(with_arrays, tree, is_leaf=is_nnx_variable)
-    policy = resolved_policy(module).policy
-    written, returned = call_rewritten(on_copies, (tree,), state, policy, inputs)
+    written, returned = call_rewritten(on_copies, (tree,), state, inputs)
 
     # 3. Change the originals as the call has changed their copies.
     trace = traces[0]
@@ -191,7 +179,7 @@ def _call_copies(
   """Calls the method of the copies in a state.
 
   Args:
-    call: as for `outermost`.
+    call: as for `rewritten`.
     copies: the copy of the module, and the leaves of the arguments with copies of NNX objects.
     triples: each module, its attributes before the call, and its copy.
     inputs: the arguments of the method, positional ones and keywords.

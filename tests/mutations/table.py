@@ -382,7 +382,7 @@ mpjax/nnx/_layers.py::
 + }
 tests/nnx/test_view_classes.py::test_sow_and_perturb
 
-mpjax/nnx/_outermost.py::_rewritten
+mpjax/nnx/_outermost.py::rewritten
 
 42 a variable that a call writes to takes the dtype that was computed
 - new if dtype is None else end_of_policy(new, dtype)
