@@ -88,7 +88,6 @@ def rewritten(
   orders = orders_of((module, arguments))
   values = [variable.get_raw_value() for variable in variables]
   dtypes = [value.dtype if is_floating(value) else None for value in values]
-  models = Models(modules)
 
   # 2. The call as a pure function of a tree, from which NNX makes copies of the objects.
   traces: list[_Trace] = []
@@ -118,7 +117,7 @@ def rewritten(
           written[i] = variable.get_raw_value()
       # The copies leave the trace only if the call has changed more than values of variables.
       results = (leaves, copies if changed else ())
-      trace = _Trace(changed, orders_of(results), outside)
+      trace = _Trace(changed, orders_of(results) if changed else [], outside)
       # An array in a plain attribute is static to NNX. The original would hold a tracer.
       if changed and hides_tracer(copies):
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
@@ -145,7 +144,9 @@ def rewritten(
 
     # 3. Change the originals as the call has changed their copies.
     trace = traces[0]
-    if not trace.changed:
+    # The user's objects behind those of the view, before the call changes either.
+    models = Models(modules) if trace.changed else None
+    if models is None:
       # A variable may belong to a function further out, of `jax.grad` say, and NNX refuses to write
       # to it. So a call that has changed no more than values sets those that it has written.
       for i, value in written.items():
@@ -163,9 +164,10 @@ def rewritten(
         raise
       put_in_order(updated, trace.orders)
       leaves = updated[0]
-  # The call has changed the view. Now change the user's modules behind it.
-  for each, before in zip(modules, attributes, strict=True):
-    copy_changes(each, before, models)
+  if models is not None:
+    # The call has changed the view. Now change the user's modules behind it.
+    for each, before in zip(modules, attributes, strict=True):
+      copy_changes(each, before, models)
   return trace.outside(leaves)
 
 
