@@ -176,7 +176,7 @@ def _by_the_rules(
   inner = Rewriter(jaxpr, rewriter.scope_policies.scoped, (0,), (), rewriter.rewrite)
   # Consumers outside the function count too.
   results = [v for eqn in function.eqns for v in eqn.outvars]
-  inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {})
+  inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {}, {})
   # A low-precision root keeps its kind, so that the rules decide as without this equation. Its
   # variable is float32, since the equation casts the operand.
   pairs = zip(function.roots, kinds, strict=True)

@@ -64,6 +64,8 @@ class Flags(NamedTuple):
   of: Mapping[Atom, int]  # the flags of each variable
   addends: Mapping[Atom, tuple[Atom, ...]]  # the arrays to which values with `GATED` are added
   sums: Mapping[Atom, tuple[Atom, ...]]  # the operands that decide the dtype of each sum of arrays
+  # The origin of each variable, if the jaxpr has sums of arrays or jaxprs inside.
+  origins: Mapping[Atom, Origin]
 
 
 @cached_per_jaxpr
@@ -76,10 +78,11 @@ def flags_of(
   """
   flags, addends = dict[Atom, int](), dict[Atom, tuple[Atom, ...]]()
   scope_policies = ScopePolicies(scoped)
-  origins = origins_of(jaxpr, ins, scoped).of
-  sums = dict[Atom, tuple[Atom, ...]](
-    (eqn.outvars[0], deciding(eqn, origins)) for eqn in jaxpr.eqns if adds_arrays(eqn)
-  )
+  adding = [eqn for eqn in jaxpr.eqns if adds_arrays(eqn)]
+  # Only sums of arrays, here or inside, depend on where values come from.
+  has_sums = bool(adding) or any(map(is_higher_order, jaxpr.eqns))
+  origins = origins_of(jaxpr, ins, scoped).of if has_sums else {}
+  sums: dict[Atom, tuple[Atom, ...]] = {eqn.outvars[0]: deciding(eqn, origins) for eqn in adding}
 
   def note(atoms: Sequence[Atom], each: Iterable[int], added: Sequence[Iterable[Atom]]) -> None:
     # Flags are only added, so another consumer never lowers a precision.
@@ -94,19 +97,20 @@ def flags_of(
   for eqn in reversed(jaxpr.eqns):
     results = tuple([flags.get(v, 0) for v in eqn.outvars])
     behind = tuple(x for v in eqn.outvars for x in addends.get(v, ()))
-    operands = of_atoms(eqn.invars, origins)
     if is_higher_order(eqn):
+      operands = of_atoms(eqn.invars, origins)
       note(eqn.invars, *_of_call(eqn, results, behind, operands, scope_policies))
       continue
     each, added = _of_operation(eqn, results, scope_policies), [behind] * len(eqn.invars)
     # In `x + gate * y` the sum rounds `x`, unless it is float32. An array may be a literal with
     # `jax_use_simplified_jaxpr_constants`; then the sum widens its operands.
     has_literal = any(isinstance(atom, Literal) for atom in eqn.invars)
-    if each & Flag.SUM and adds_arrays(eqn) and has_one_product(operands) and not has_literal:
+    is_sum = bool(each & Flag.SUM) and adds_arrays(eqn)
+    if is_sum and not has_literal and has_one_product(of_atoms(eqn.invars, origins)):
       each = each & ~Flag.SUM | Flag.GATED
       added = [eqn.invars[1:], eqn.invars[:1]]
     note(eqn.invars, [each] * len(eqn.invars), added)
-  return Flags(flags, addends, sums), scope_policies
+  return Flags(flags, addends, sums, origins), scope_policies
 
 
 def flags_of_result(dtype: DType | None, *, output: bool) -> int:
@@ -215,10 +219,7 @@ def _of_call(
     flags, _ = flags_of(inner.jaxpr, results, ins, inside)
     outside = dict[Atom, int](zip(inner.jaxpr.invars, inner.operands or (), strict=True))
     # Constants inside have no kind here.
-    origins = {
-      **origins_of(inner.jaxpr, ins, inside).of,
-      **dict.fromkeys(inner.jaxpr.constvars, Origin()),
-    }
+    origins = {**flags.origins, **dict.fromkeys(inner.jaxpr.constvars, Origin())}
     for var, i in outside.items():
       each[i] |= flags.of.get(var, 0)
       arrays, others = terms_of(flags.addends.get(var, ()), outside, flags.sums, origins)

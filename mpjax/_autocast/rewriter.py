@@ -13,7 +13,7 @@ from jax.extend.core.primitives import broadcast_in_dim_p, copy_p
 from mpjax._autocast.consumers import Flag, flags_of, terms_of
 from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_input
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
-from mpjax._autocast.origins import Origins, origins_of
+from mpjax._autocast.origins import Origins
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
 from mpjax._autocast.scopes import ScopedSettings, mark_of
 from mpjax._core.types import FLOAT32, FLOATS, DType
@@ -106,7 +106,7 @@ class Rewriter:
     self.settings, self.rewrite = scoped.settings, rewrite
     # The flags of the old variables, and a function from an equation to its policy.
     self.flags, self.scope_policies = flags_of(jaxpr, tuple(outs), ins, scoped)
-    self.origins = origins_of(jaxpr, ins, scoped).of  # of the old variables
+    self.origins = self.flags.origins  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
