@@ -16,7 +16,6 @@ from flax import nnx
 from mpjax._autocast.boundary import Boundary, NotTraceable
 from mpjax._autocast.module_calls import array, call_rewritten
 from mpjax._autocast.scopes import end_of_policy
-from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
 from mpjax._policy.active import ACTIVE, Active
@@ -38,14 +37,12 @@ _TAG = "mpjax.policy"
 """The name of the context in which NNX maps each copy to its original."""
 
 
-def current() -> Active | None:
-  """Returns the active state of this thread; None outside of every policied method of NNX."""
-  return ACTIVE.value if type(ACTIVE.value) is Active else None  # Linen's has a class of its own.
-
-
 def calling_state() -> Active:
   """Returns the state in which a method of a view is called, inside of a Linen model too."""
-  return current() or Active(tracing=ACTIVE.value is not None and ACTIVE.value.tracing)
+  state = ACTIVE.value
+  if type(state) is Active:  # Linen's has a class of its own.
+    return state
+  return Active(tracing=state is not None and state.tracing)
 
 
 class _Trace(NamedTuple):
@@ -129,17 +126,17 @@ def rewritten(
 
   def inputs(operands: Args) -> list[Leaf]:
     # The arrays that are no parameters.
-    parts = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
+    parts = jax.tree.leaves(operands, is_leaf=is_node)
     return jax.tree.leaves([x for x in parts if not _layers.state_kind(x).is_parameter])
 
   def with_arrays(x: Any) -> Any:
     # A trace would take NumPy arrays for constants.
-    return jax.tree.map(array, x) if is_nnx_variable(x) else x
+    return jax.tree.map(array, x) if is_node(x) else x
 
   # In this context NNX maps each copy to its original, in the results of the traced function.
   with nnx.update_context(_TAG):
     tree = nnx.to_tree((module, arguments), ctxtag=_TAG)
-    tree = jax.tree.map(with_arrays, tree, is_leaf=is_nnx_variable)
+    tree = jax.tree.map(with_arrays, tree, is_leaf=is_node)
     written, returned = call_rewritten(on_copies, (tree,), state, inputs)
 
     # 3. Change the originals as the call has changed their copies.

@@ -17,7 +17,7 @@ from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
-from mpjax._policy.active import Region, outside_policies
+from mpjax._policy.active import ACTIVE, Active, Region, outside_policies
 from mpjax._policy.rules import ModulePolicy, policy_text, rewrites
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
@@ -31,7 +31,7 @@ from mpjax.nnx._link import (
   resolved_policy,
   user_class,
 )
-from mpjax.nnx._outermost import calling_state, current, rewritten
+from mpjax.nnx._outermost import calling_state, rewritten
 
 
 @functools.cache
@@ -80,7 +80,8 @@ class _ViewModule:
 
   def __setattr__(self: Any, name: str, value: Any) -> None:
     _check_set(self, name, value)
-    active = current()
+    state = ACTIVE.value
+    active = state if type(state) is Active else None  # None outside of every call of a view.
     policy = None if active is None or not active.tracing else active.around.policy
     # A parameter that a call creates gets the `param_dtype` of the policy.
     if policy is not None and _layers.state_kind(value).dtype_rule == "param_dtype":
