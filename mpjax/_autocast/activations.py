@@ -50,6 +50,9 @@ class Activation(NamedTuple):
 @cached_per_jaxpr
 def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
   """Returns the activation functions with powers, by the position at which each ends."""
+  # Without products and quotients no value grows faster than another one.
+  if not any(facts_of(eqn).acts_as == "product" for eqn in jaxpr.eqns):
+    return {}
   # The positions of each variable's consumers.
   consumers: dict[Var, set[int]] = {v: set() for eqn in jaxpr.eqns for v in eqn.outvars}
   for position, eqn in enumerate(jaxpr.eqns):
