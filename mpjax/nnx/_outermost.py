@@ -82,7 +82,7 @@ def rewritten(
   for each in modules:
     check_modes(each)  # Here, because a copy leads to no model to compare with.
   attributes = [dict(vars(each)) for each in modules]
-  orders = orders_of((module, arguments))
+  orders = orders_of(modules)
   values = [variable.get_raw_value() for variable in variables]
   dtypes = [value.dtype if is_floating(value) else None for value in values]
 
@@ -94,8 +94,8 @@ def rewritten(
     # is needed.
     with nnx.update_context(_TAG) if traces else contextlib.nullcontext():
       copies = nnx.from_tree(tree, is_inner=True, ctxtag=_TAG)
-      put_in_order(copies, orders)
       copied_modules, copied_variables = parts_of(copies)
+      put_in_order(copied_modules, orders)
       tracers = [variable.get_raw_value() for variable in copied_variables]
       contents = contents_of(copies)
       triples = [*zip(modules, attributes, copied_modules, strict=True)]
@@ -114,7 +114,7 @@ def rewritten(
           written[i] = variable.get_raw_value()
       # The copies leave the trace only if the call has changed more than values of variables.
       results = (leaves, copies if changed else ())
-      trace = _Trace(changed, orders_of(results) if changed else [], outside)
+      trace = _Trace(changed, orders_of(parts_of(results)[0]) if changed else [], outside)
       # An array in a plain attribute is static to NNX. The original would hold a tracer.
       if changed and hides_tracer(copies):
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
@@ -159,7 +159,7 @@ def rewritten(
           vars(each).clear()
           vars(each).update(before)
         raise
-      put_in_order(updated, trace.orders)
+      put_in_order(parts_of(updated)[0], trace.orders)
       leaves = updated[0]
   if models is not None:
     # The call has changed the view. Now change the user's modules behind it.
