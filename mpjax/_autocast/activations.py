@@ -50,6 +50,9 @@ class Activation(NamedTuple):
 @cached_per_jaxpr
 def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
   """Returns the activation functions with powers, by the position at which each ends."""
+  # Without products and quotients no value grows faster than another one.
+  if not any(facts_of(eqn).acts_as == "product" for eqn in jaxpr.eqns):
+    return {}
   # The positions of each variable's consumers.
   consumers: dict[Var, set[int]] = {v: set() for eqn in jaxpr.eqns for v in eqn.outvars}
   for position, eqn in enumerate(jaxpr.eqns):
@@ -74,7 +77,7 @@ def activations_of(jaxpr: Jaxpr, ops: OpLists) -> Mapping[int, Activation]:
     # A power gates the other factor, unless other operations use the power too. A broadcast factor
     # stays outside, because all of its equal rows would be saved.
     powers = [v for v in operands & grown.keys() if len(consumers[v]) == 1]
-    gates = powers and facts_of(eqn).role == "product" and operands.isdisjoint(repeated)
+    gates = powers and facts_of(eqn).acts_as == "product" and operands.isdisjoint(repeated)
     if len(values) != 1 and not gates:
       continue
     (out,) = eqn.outvars
@@ -143,7 +146,7 @@ def is_one_equation(rewriter: Rewriter, function: Activation) -> bool:
 
   If not, its operations are written one by one.
   """
-  first, *others = map(rewriter.scope_policy, function.eqns)
+  first, *others = map(rewriter.scope_policies, function.eqns)
   # One equation has one scope. Operations in several scopes may have several policies.
   apart = any(each.scope != first.scope for each in others)
   # Where the function begins, the values that it gates may not be written yet.
@@ -173,12 +176,10 @@ def _by_the_rules(
   """Returns the operations, rewritten for float32 operands, and the kind of the result."""
   (out,) = function.eqns[-1].outvars
   jaxpr = jaxpr_of(function.eqns, function.roots, [out])
-  inner = Rewriter(
-    jaxpr, rewriter.settings, rewriter.scope_policy.scope, (0,), (), rewriter.rewrite
-  )
+  inner = Rewriter(jaxpr, rewriter.scope_policies.scoped, (0,), (), rewriter.rewrite)
   # Consumers outside the function count too.
   results = [v for eqn in function.eqns for v in eqn.outvars]
-  inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {})
+  inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {}, {})
   # A low-precision root keeps its kind, so that the rules decide as without this equation. Its
   # variable is float32, since the equation casts the operand.
   pairs = zip(function.roots, kinds, strict=True)
@@ -225,7 +226,7 @@ def _equation(computed: _Computed, saved: Sequence[DType], *avals: ShapedArray) 
 def _along(activation: Callable[..., list[Array]], moving: int) -> Callable[..., Array]:
   """Returns the derivative by one operand as a function of a tangent and the operands."""
 
-  def change(step: Array, *operands: Array) -> Array:
+  def change(t: Array, *operands: Array) -> Array:
     # The barrier hides from XLA that this factor is 1. Otherwise XLA would share these operations
     # with the forward pass, and keep a float32 tanh.
     one = jax.lax.optimization_barrier(np.float32(1))
@@ -234,7 +235,7 @@ def _along(activation: Callable[..., list[Array]], moving: int) -> Callable[...,
     # The function is elementwise, so its derivative along ones is the slope at each position.
     ones = jax.lax.full_like(x, 1)
     _, (slope,) = jax.jvp(lambda x: activation(*before, x, *after), (x,), (ones,))
-    return jax.lax.mul(jax.lax.convert_element_type(slope, step.dtype), step)
+    return jax.lax.mul(jax.lax.convert_element_type(slope, t.dtype), t)
 
   return change
 
@@ -284,7 +285,7 @@ def _batch(
 
 
 tangent_p.def_impl(_evaluate)
-tangent_p.def_abstract_eval(lambda step, *_, **__: step)
+tangent_p.def_abstract_eval(lambda t, *_, **__: t)
 ad.primitive_jvps[tangent_p] = _jvp
 ad.primitive_transposes[tangent_p] = _transpose
 batching.primitive_batchers[tangent_p] = _batch

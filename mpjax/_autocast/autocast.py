@@ -26,7 +26,7 @@ from mpjax._autocast.precision import default_precision, refusals_explained, tra
 from mpjax._autocast.rewrite import rewrite
 from mpjax._autocast.rewriter import LINEAR_ALGEBRA
 from mpjax._autocast.run import run
-from mpjax._autocast.scopes import Settings, check_rules_match
+from mpjax._autocast.scopes import ScopedSettings, Settings, check_rules_match
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
 from mpjax._core.frameworks import check_function, haiku_state
 from mpjax._core.types import (
@@ -169,7 +169,7 @@ def with_settings(
   data: Callable[[Args], Iterable[Leaf]] | None = None,
   results: Callable[[R], PyTree] | None = None,
   returns_sums: bool = False,
-  check: Callable[[ClosedJaxpr], None] | None = None,
+  check_kernels: Callable[[ClosedJaxpr], None] | None = None,
 ) -> Callable[..., R]:
   """Returns `fn`, a function of trees of arrays, traced and rewritten at each call.
 
@@ -181,7 +181,7 @@ def with_settings(
     results: puts `InDtype` around results with a fixed dtype. Without it, results have the dtypes
       of the function.
     returns_sums: whether a matmul returns its float32 sum to a float32 result: see `Flag.OUTPUT`.
-    check: raises an error for a jaxpr that is to be traced in another way.
+    check_kernels: raises an error for a jaxpr with kernels that has to be traced in another way.
 
   Raises:
     NotTraceable: when a call of modules cannot be traced.
@@ -223,8 +223,10 @@ def with_settings(
     rest, outside, dtypes = returned[-1]
     if settings.rules:
       check_rules_match(program, settings.rules, where)
-    if check is not None:
-      check(program)
+    # One walk finds whether the program has what needs more work. Most programs have nothing of it.
+    holds = {facts_of(eqn).holds for eqn in walk(program)}
+    if check_kernels is not None and Holds.KERNEL in holds:
+      check_kernels(program)
 
     # Leaves are compared by identity, since `data` returns some of the user's arguments.
     inputs = set(map(id, () if data is None else data(args)))
@@ -239,7 +241,7 @@ def with_settings(
     flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
     now = dataclasses.replace(settings, default_precision=default_precision())
     consts = kinds_of_constants(program.consts, now)
-    new = rewrite(program.jaxpr, (*ins,), outs, flags, now, (), consts)
+    new = rewrite(program.jaxpr, (*ins,), outs, flags, ScopedSettings(now), consts)
     if new.linear_algebra:  # Without a line of the user.
       text = LINEAR_ALGEBRA.format(names=", ".join(new.linear_algebra))
       warnings.warn(text, UserWarning, stacklevel=2)
@@ -249,7 +251,7 @@ def with_settings(
 
     computed = run_rewritten
     # The gradient is rewritten by this function again, with the same settings.
-    if _has_rule_that_closes_over(program):
+    if holds & _WITH_RULES and _has_rule_that_closes_over(program):
       again = functools.partial(
         with_settings, settings=settings, where=where, returns_sums=returns_sums
       )
@@ -325,6 +327,9 @@ def _traced_in_float32(
 # Derivative rules that close over values of the function.
 
 
+_WITH_RULES = {Holds.CUSTOM_JVP, Holds.CUSTOM_VJP}
+
+
 def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
   """Whether a function with a derivative rule closes over a value of the jaxpr."""
   # Inside a differentiated loss, gradients also flow to tracers that the function closes over.
@@ -334,8 +339,7 @@ def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
   # Constants are known before the trace, so a rule may still read them after it.
   constants = set(program.jaxpr.constvars)
   return any(
-    facts_of(eqn).holds in (Holds.CUSTOM_JVP, Holds.CUSTOM_VJP)
-    and not constants.issuperset(eqn.invars[: closed_over(eqn)])
+    facts_of(eqn).holds in _WITH_RULES and not constants.issuperset(eqn.invars[: closed_over(eqn)])
     for eqn in walk(program)
   )
 

@@ -27,7 +27,7 @@ from mpjax._autocast.origins import (
   origins_of,
 )
 from mpjax._autocast.precision import asked_precision
-from mpjax._autocast.scopes import Scope, ScopePolicies, ScopePolicy, Settings
+from mpjax._autocast.scopes import ScopedSettings, ScopePolicies, ScopePolicy
 from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.count import is_small_matmul
@@ -64,22 +64,25 @@ class Flags(NamedTuple):
   of: Mapping[Atom, int]  # the flags of each variable
   addends: Mapping[Atom, tuple[Atom, ...]]  # the arrays to which values with `GATED` are added
   sums: Mapping[Atom, tuple[Atom, ...]]  # the operands that decide the dtype of each sum of arrays
+  # The origin of each variable, if the jaxpr has sums of arrays or jaxprs inside.
+  origins: Mapping[Atom, Origin]
 
 
 @cached_per_jaxpr
 def flags_of(
-  jaxpr: Jaxpr, outs: tuple[int, ...], ins: Origins, settings: Settings, scope: Scope
+  jaxpr: Jaxpr, outs: tuple[int, ...], ins: Origins, scoped: ScopedSettings
 ) -> tuple[Flags, ScopePolicies]:
   """Returns the flags of each variable, and the policies.
 
   `outs` are the flags of each result, and `ins` the origins of the arguments.
   """
   flags, addends = dict[Atom, int](), dict[Atom, tuple[Atom, ...]]()
-  scope_policies = ScopePolicies(settings, scope)
-  origins = origins_of(jaxpr, ins, settings, scope).of
-  sums = dict[Atom, tuple[Atom, ...]](
-    (eqn.outvars[0], deciding(eqn, origins)) for eqn in jaxpr.eqns if adds_arrays(eqn)
-  )
+  scope_policies = ScopePolicies(scoped)
+  adding = [eqn for eqn in jaxpr.eqns if adds_arrays(eqn)]
+  # Only sums of arrays, here or inside, depend on where values come from.
+  has_sums = bool(adding) or any(map(is_higher_order, jaxpr.eqns))
+  origins = origins_of(jaxpr, ins, scoped).of if has_sums else {}
+  sums: dict[Atom, tuple[Atom, ...]] = {eqn.outvars[0]: deciding(eqn, origins) for eqn in adding}
 
   def note(atoms: Sequence[Atom], each: Iterable[int], added: Sequence[Iterable[Atom]]) -> None:
     # Flags are only added, so another consumer never lowers a precision.
@@ -94,19 +97,20 @@ def flags_of(
   for eqn in reversed(jaxpr.eqns):
     results = tuple([flags.get(v, 0) for v in eqn.outvars])
     behind = tuple(x for v in eqn.outvars for x in addends.get(v, ()))
-    operands = of_atoms(eqn.invars, origins)
     if is_higher_order(eqn):
+      operands = of_atoms(eqn.invars, origins)
       note(eqn.invars, *_of_call(eqn, results, behind, operands, scope_policies))
       continue
     each, added = _of_operation(eqn, results, scope_policies), [behind] * len(eqn.invars)
     # In `x + gate * y` the sum rounds `x`, unless it is float32. An array may be a literal with
     # `jax_use_simplified_jaxpr_constants`; then the sum widens its operands.
     has_literal = any(isinstance(atom, Literal) for atom in eqn.invars)
-    if each & Flag.SUM and adds_arrays(eqn) and has_one_product(operands) and not has_literal:
+    is_sum = bool(each & Flag.SUM) and adds_arrays(eqn)
+    if is_sum and not has_literal and has_one_product(of_atoms(eqn.invars, origins)):
       each = each & ~Flag.SUM | Flag.GATED
       added = [eqn.invars[1:], eqn.invars[:1]]
     note(eqn.invars, [each] * len(eqn.invars), added)
-  return Flags(flags, addends, sums), scope_policies
+  return Flags(flags, addends, sums, origins), scope_policies
 
 
 def flags_of_result(dtype: DType | None, *, output: bool) -> int:
@@ -134,7 +138,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
   if eqn.primitive is convert_element_type_p:
     # The user's cast to low precision rounds anyway. A cast to float32 changes no value.
     return 0 if eqn.params["new_dtype"] in HALVES else behind
-  match part_of(eqn, scope_policies.settings.ops):
+  match part_of(eqn, scope_policies.scoped.settings.ops):
     case "half" if facts_of(eqn) is not OUTER_PRODUCT:
       # A matmul casts its operands to its own dtype, so the consumers of its result do not matter.
       return Flag.FLOAT32 if is_small_matmul(eqn) else 0
@@ -180,9 +184,9 @@ def _own_flags(facts: Row) -> int:
   if facts.folds is operator.add:
     return Flag.SUM
   # Subtractions, floors and sorts: the rounding of an operand may change all of the result.
-  if facts.role == "sum" or facts.orders:
+  if facts.acts_as == "sum" or facts.orders:
     return Flag.FLOAT32
-  return Flag.PRODUCT if facts.role == "product" else 0
+  return Flag.PRODUCT if facts.acts_as == "product" else 0
 
 
 def _of_call(
@@ -205,20 +209,17 @@ def _of_call(
   ):
     return (Flag.FLOAT32,) * count, [()] * count
   each, added = [0] * count, [behind] * count
-  inside = scope_policies.settings, scope_policies(eqn).inside
+  inside = scope_policies.inside(eqn)
   for inner in inners:
     # The condition of a `while` returns a boolean, which has no flags.
     results = outs if inner.returns else (0,) * len(inner.jaxpr.outvars)
-    ins = origins_inside(operands, inner, *inside)
+    ins = origins_inside(operands, inner, inside)
     if inner.carry:
-      results = flags_of_loop(inner, results, ins, *inside)
-    flags, _ = flags_of(inner.jaxpr, results, ins, *inside)
+      results = flags_of_loop(inner, results, ins, inside)
+    flags, _ = flags_of(inner.jaxpr, results, ins, inside)
     outside = dict[Atom, int](zip(inner.jaxpr.invars, inner.operands or (), strict=True))
     # Constants inside have no kind here.
-    origins = {
-      **origins_of(inner.jaxpr, ins, *inside).of,
-      **dict.fromkeys(inner.jaxpr.constvars, Origin()),
-    }
+    origins = {**flags.origins, **dict.fromkeys(inner.jaxpr.constvars, Origin())}
     for var, i in outside.items():
       each[i] |= flags.of.get(var, 0)
       arrays, others = terms_of(flags.addends.get(var, ()), outside, flags.sums, origins)
@@ -254,7 +255,7 @@ def terms_of(
 
 
 def flags_of_loop(
-  body: Inner, outs: tuple[int, ...], ins: Origins, settings: Settings, scope: Scope
+  body: Inner, outs: tuple[int, ...], ins: Origins, scoped: ScopedSettings
 ) -> tuple[int, ...]:
   """Returns the flags of the results of a loop's body; the next iteration is a consumer too."""
   count = len(body.carry)
@@ -263,7 +264,7 @@ def flags_of_loop(
   # A fixed point: the flags with which the body reads a carry are also flags of the result that
   # becomes this carry. Flags are only added, so the loop ends.
   while True:
-    flags, _ = flags_of(body.jaxpr, outs, ins, settings, scope)
+    flags, _ = flags_of(body.jaxpr, outs, ins, scoped)
     back = [flags.of.get(v, 0) for v in body.jaxpr.invars[body.carry.start : body.carry.stop]]
     again = tuple(a | b for a, b in zip(outs, back, strict=False)) + outs[count:]
     if again == outs:

@@ -50,22 +50,22 @@ def _selected(each: Sequence[Kind | None]) -> Kind | None:
     return None
   kind = joined(*kinds)
   # One of the values may be a number such as -1e9, which is infinite in float16.
-  wide = kind.is_low and kind.role != Role.NUMBER and not fits(kinds, kind.dtype)
-  return kind._replace(dtype=FLOAT32) if wide else kind
+  is_out_of_range = kind.is_low and kind.role != Role.NUMBER and not fits(kinds, kind.dtype)
+  return kind._replace(dtype=FLOAT32) if is_out_of_range else kind
 
 
 def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   """Writes a `scan` or `while` whose carries enter and leave the body with the same kinds."""
   *tests, body = inners  # A `while` has one test, a `scan` none.
   atoms, kinds = operands_of(rewriter, eqn)
-  scope_policy = rewriter.scope_policy(eqn)
-  inside = rewriter.settings, scope_policy.inside
+  scope_policy = rewriter.scope_policies(eqn)
+  inside = rewriter.scope_policies.inside(eqn)
   # The next iteration is a consumer too, so the flags come before the kinds.
   flags = flags_of_loop(
     body,
     flags_of_each_result(rewriter, eqn),
-    origins_inside(of_atoms(eqn.invars, rewriter.origins), body, *inside),
-    *inside,
+    origins_inside(of_atoms(eqn.invars, rewriter.origins), body, inside),
+    inside,
   )
   traced = [dtype_of(v) for v in body.jaxpr.invars]
   if scope_policy.compute_dtype is not None and tests:
@@ -166,7 +166,7 @@ def _carried(
 
 def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """Returns the operands of an equation for its inner jaxprs, and their kinds."""
-  low = rewriter.scope_policy(eqn).compute_dtype
+  low = rewriter.scope_policies(eqn).compute_dtype
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
   atoms = list(eqn.invars)
   kinds = [rewriter.kind(atom) or rewriter.literal(atom) for atom in atoms]
@@ -201,13 +201,13 @@ def rewrite_inner(
     outs: the dtypes of the results; a result without one keeps the computed dtype.
     flags: the flags of the results. None takes the flags of the results of the equation.
   """
-  program, settings = inner.program, rewriter.settings
-  consts = kinds_of_constants(program.consts, settings) if isinstance(program, ClosedJaxpr) else ()
+  program, scoped = inner.program, rewriter.scope_policies.inside(eqn)
+  is_closed = isinstance(program, ClosedJaxpr)
+  consts = kinds_of_constants(program.consts, scoped.settings) if is_closed else ()
   kinds = tuple(operands[i] for i in inner.operands or ())
   flags = flags_of_each_result(rewriter, eqn) if flags is None else flags
-  scope = rewriter.scope_policy(eqn).inside
-  origins = origins_inside(of_atoms(eqn.invars, rewriter.origins), inner, settings, scope)
-  new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, settings, scope, consts, origins)
+  origins = origins_inside(of_atoms(eqn.invars, rewriter.origins), inner, scoped)
+  new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, scoped, consts, origins)
   rewriter.warn_of_linear_algebra(eqn, new.linear_algebra)
   return new
 

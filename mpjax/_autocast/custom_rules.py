@@ -30,7 +30,7 @@ from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
-from mpjax._autocast.scopes import Scope, Settings
+from mpjax._autocast.scopes import ScopedSettings
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
 from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
@@ -62,8 +62,7 @@ class _Custom(NamedTuple):
   ins: Sequence[_Slot]  # of the operands
   outs: Sequence[_Slot]  # of the results
   flags: Sequence[int]  # of the results, as without differentiation
-  settings: Settings
-  scope: Scope  # the scopes around the rule, with the mark of its policy
+  scoped: ScopedSettings  # with the scopes around the rule, and the mark of its policy
   rewrite: Rewrite
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
@@ -109,10 +108,11 @@ class _Custom(NamedTuple):
     others = [*fixed, *[None] * (len(dtypes) - len(fixed))][len(flags) :]
     flags = (*flags, *(flags_of_result(dtype, output=False) for dtype in others))
     kinds = tuple(kind for _, kind in ins)
-    in_derivative = derivative or self.settings.in_derivative
-    settings = dataclasses.replace(self.settings, in_derivative=in_derivative)
-    consts = kinds_of_constants(program.consts, settings)
-    new = self.rewrite(program.jaxpr, kinds, fixed, flags, settings, self.scope, consts)
+    settings, scope = self.scoped
+    in_derivative = derivative or settings.in_derivative
+    scoped = ScopedSettings(dataclasses.replace(settings, in_derivative=in_derivative), scope)
+    consts = kinds_of_constants(program.consts, scoped.settings)
+    new = self.rewrite(program.jaxpr, kinds, fixed, flags, scoped, consts)
     try:
       # A tracer that the rule closes over is an array of the user's function, whose trace is over.
       values = eval_jaxpr(new.jaxpr, program.consts, *operands)
@@ -283,7 +283,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   new = rewrite_inner(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
-  scope_policy, state = rewriter.scope_policy(eqn), ACTIVE.value
+  scope_policy, state = rewriter.scope_policies(eqn), ACTIVE.value
   # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
   # the scope of the equation knows the policy of its module. The rule lives as long as the jaxpr
   # that holds it, so it keeps nothing of the call that a later one could find changed.
@@ -294,7 +294,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
 
-  # `_Custom.scope` has the marks for the rule, so the name stack keeps none. The reasons that an
+  # `_Custom.scoped` has the marks for the rule, so the name stack keeps none. The reasons that an
   # audit reads do not apply to the rule.
   names = without_scopes(eqn.source_info.name_stack, PREFIX)
   rule = _Custom(
@@ -302,8 +302,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     [(dtype_of(v), kind) for v, kind in zip(eqn.invars, ins, strict=True)],
     [(dtype_of(v), kind) for v, kind in zip(eqn.outvars, new.outs, strict=True)],
     flags_of_each_result(rewriter, eqn),
-    rewriter.settings,
-    scope_policy.inside,
+    rewriter.scope_policies.inside(eqn),
     rewriter.rewrite,
     state,
     scope_policy.compute_dtype,

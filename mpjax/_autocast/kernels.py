@@ -16,8 +16,8 @@ from mpjax._core.frameworks import check_function
 from mpjax._core.trees import cast_arrays
 from mpjax._core.types import FLOAT32, HALVES, DType, P
 from mpjax._core.wrappers import wraps
-from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import dtype_of, walk
+from mpjax._jaxpr.primitives import Holds
+from mpjax._jaxpr.reader import dtype_of
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import ACTIVE, AUTOCAST, Active, Region
 
@@ -95,9 +95,6 @@ def check_kernels(program: ClosedJaxpr, kept: frozenset[str]) -> None:
     program: the jaxpr of a call of modules.
     kept: the names of classes for which that was known when it was traced.
   """
-  # Few models have a kernel, and writing the steps costs more than a walk.
-  if not any(facts_of(eqn).holds is Holds.KERNEL for eqn in walk(program)):
-    return
   classes: set[str] = set()
   for step in body_of(program).every_step():
     if step.holds is not Holds.KERNEL or FLOAT32 not in map(dtype_of, step.eqn.invars):

@@ -52,7 +52,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     return rewriter.write_as_traced(_explained(eqn, "low", OF_INPUTS))
   # Whether the user has asked for a precision, or has cast all operands.
   is_cast = FLOAT32 not in map(dtype_of, eqn.invars)
-  own = is_cast or runs_as_written(eqn, rewriter.scope_policy(eqn))
+  own = is_cast or runs_as_written(eqn, rewriter.scope_policies(eqn))
   # A float32 result is rounded if an operand is.
   role = max(Role.UNROUNDED, *(kind.role for kind in kinds))
   # A rounded coordinate loses detail, and a rounded rotation is no longer orthogonal.
@@ -64,7 +64,7 @@ def matmul(rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType) -> N
     eqn = _explained(eqn, "low", reason)
     operands = [rewriter.read(atom, eqn, FLOAT32) for atom in eqn.invars]
     return rewriter.write_rounding(eqn, operands, [Kind(role, FLOAT32)], low, retype(eqn, FLOAT32))
-  recipe, policy = None, rewriter.scope_policy(eqn).region.policy
+  recipe, policy = None, rewriter.scope_policies(eqn).region.policy
   if policy is not None and policy.matmul is not None:
     recipe = recipe_of(policy.matmul)
     reason = _why_no_recipe(rewriter, eqn, values, recipe)
@@ -86,7 +86,7 @@ def _why_no_recipe(
 ) -> str | None:
   """Returns why a matmul stays in the compute dtype; None if the recipe applies."""
   # The texts are for `mpjax.audit`.
-  if TABLE in rewriter.scope_policy(eqn).scope:
+  if TABLE in rewriter.scope_policies(eqn).scope:
     return "it is an embedding"
   if facts_of(eqn).flops == "convolution":
     return "it is no dot_general"
@@ -129,7 +129,7 @@ def _in_low_precision(
   rewriter: Rewriter, eqn: JaxprEqn, values: Operands, low: DType, recipe: Recipe | None
 ) -> None:
   """Writes a matmul in a recipe, with a derivative rule of mpjax, or with the rule of JAX."""
-  scope_policy = rewriter.scope_policy(eqn)
+  scope_policy = rewriter.scope_policies(eqn)
   policy, asked = scope_policy.region.policy, scope_policy.asked
   params = in_precision(eqn.primitive, eqn.params, [low] * len(eqn.invars), asked)
   eqn = eqn.replace(params=params)
@@ -149,25 +149,25 @@ def _in_low_precision(
   # The dtype of the gradient of each weight that the function has not cast to low precision.
   kinds = [None if v is None else v.kind for v in values]
   uncast = [kind is not None and kind.weight and kind.role == Role.PARAMETER for kind in kinds]
-  wide = [gradients if widens and each else None for each in uncast]
+  gradient_dtypes = [gradients if widens and each else None for each in uncast]
   # JAX gives a gradient the dtype of the operand, and would multiply a float32 cotangent in
   # float32. Only these two cases, and recipes, need a rule of mpjax.
-  if recipe is None and out == low and not any(wide):
+  if recipe is None and out == low and not any(gradient_dtypes):
     operands = [rewriter.read(atom, eqn, low) for atom in eqn.invars]
     return rewriter.write(eqn, operands, [Kind(Role.ACTIVATION, low)], retype(eqn, low))
   # A weight is cast inside the rule, so that its gradient is wide.
   operands = [
     v.atom if v is not None and dtype is not None else rewriter.read(atom, eqn, low)
-    for atom, v, dtype in zip(eqn.invars, values, wide, strict=True)
+    for atom, v, dtype in zip(eqn.invars, values, gradient_dtypes, strict=True)
   ]
   if recipe is None:
-    rule = Matmul(eqn.primitive, tuple(retype(eqn, low).items()), low, out, tuple(wide))
+    rule = Matmul(eqn.primitive, tuple(retype(eqn, low).items()), low, out, tuple(gradient_dtypes))
   else:
     index = _weight_of(values)
     weight = values[index]
     # Also if the function casts the weight itself: the rule takes the variable before that cast, so
     # that the gradient stays in float32.
-    wide[index] = FLOAT32
+    gradient_dtypes[index] = FLOAT32
     if weight is not None and weight.uncast is not None:
       operands[index] = weight.uncast
     # A recipe sees its operands in the compute dtype. The sizes of groups keep their type.
@@ -176,7 +176,7 @@ def _in_low_precision(
     params = tuple({**eqn.params, "precision": None, "preferred_element_type": low}.items())
     shows_roundings = AUDIT.value is not None and AUDIT.value.shows_roundings
     cls = ShownMatmul if shows_roundings else RecipeMatmul
-    rule = cls(eqn.primitive, params, low, low, (*wide,), (*types,), recipe, index)
+    rule = cls(eqn.primitive, params, low, low, (*gradient_dtypes,), (*types,), recipe, index)
   with context_of(eqn):
     product = equation(rule, eqn.ctx, *map(aval_of, operands))
   # In the context and at the line of the matmul.

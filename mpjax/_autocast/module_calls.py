@@ -35,7 +35,7 @@ from mpjax._policy.active import ACTIVE, EVERY, Active, Region
 from mpjax._policy.audit_record import AUDIT, AuditedModule
 from mpjax._policy.layers import Layers
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm, rewrites
+from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm
 
 R = TypeVar("R")
 S = TypeVar("S", bound=Active)
@@ -62,18 +62,15 @@ _CHANGES_OTHERS = ("JaxTransformError", "TraceContextError")
 _WHERE = "mpjax.with_policy(model, policy)"
 
 
-def begins_trace(state: Active, policy: Policy | None, path: str) -> bool:
-  """Whether a call of a module in `state` is traced and rewritten, as the outermost one is."""
-  return rewrites(policy) and not (
-    state.tracing or state.casting == EVERY or path in state.as_python
-  )
+def begins_trace(state: Active, path: str) -> bool:
+  """Whether a call of a module in `state` is the outermost one, which is traced and rewritten."""
+  return not (state.tracing or state.casting == EVERY or path in state.as_python)
 
 
 def call_rewritten(
   fn: Callable[..., R],
   args: Args,
   state: Active,
-  policy: Policy | None,
   inputs: Callable[[Args], Iterable[Leaf]],
   results: Callable[[R], PyTree] = lambda returned: returned,
 ) -> R:
@@ -82,17 +79,17 @@ def call_rewritten(
   Args:
     fn: the function.
     args: its arguments, trees of arrays.
-    state: the active state of the call.
-    policy: the policy of operations outside modules.
+    state: the active state of the call. Its region has the policy of operations outside modules.
     inputs: returns the leaves of the arguments that are inputs. The others are parameters.
     results: see `with_settings`.
   """
+  policy = None if state.region is None else state.region.policy
   settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
 
   # Also if no module runs in this trace: a jitted function that was traced before keeps its marks.
   check = functools.partial(check_kernels, kept=state.keeping)
   with ACTIVE(state):
-    call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check=check)
+    call = with_settings(fn, settings, _WHERE, data=inputs, results=results, check_kernels=check)
     return call(*args)
 
 
@@ -196,10 +193,10 @@ def module_call(
   """Returns the call of a module. A rule with `rewrite=False` has no effect while initializing."""
   policy = resolved.policy
   # Float64 is not rewritten, so the arguments of the module are cast.
-  wide = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
+  is_float64 = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
   # `EVERY` holds `object`: a module around this one is called in the compute dtype.
-  casts = wide or is_whole or not state.casting.isdisjoint({object, type(module)})
+  is_cast = is_float64 or is_whole or not state.casting.isdisjoint({object, type(module)})
   region = Region(policy)
   # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
   # the highest precision unless one is named, like all matmuls that a policy keeps in float32.
@@ -213,10 +210,29 @@ def module_call(
     around=resolved.inherited(),
     entered=True,
     region=region,
-    casting=EVERY if casts else state.casting,
+    casting=EVERY if is_cast else state.casting,
     keeps_dtypes=state.keeps_dtypes or type(module).__qualname__ in state.keeping,
   )
-  return ModuleCall(module, path, resolved, state, inner, layers)
+  around = state.region
+  is_inside_whole = state.casting == EVERY and around is not None and around.called_in is not None
+  # The outermost module has the `output_dtype` of the model's policy, if its own has none. Among
+  # inner modules, only one with which another policy begins returns the dtype of that policy.
+  output_dtype = None
+  if policy is not None and not state.entered:
+    output_dtype = resolved.output_dtype
+  elif policy is not None and resolved.begins:
+    output_dtype = policy.output_dtype
+  return ModuleCall(
+    module,
+    path,
+    resolved,
+    state,
+    inner,
+    layers,
+    is_cast=is_cast,
+    is_inside_whole=is_inside_whole,
+    output_dtype=output_dtype,
+  )
 
 
 class ModuleCall(NamedTuple):
@@ -227,7 +243,11 @@ class ModuleCall(NamedTuple):
   resolved: ModulePolicy
   state: Active  # the state of the call
   inner: Active  # the state of its own operations; submodules inherit its policy
-  layers: Layers = Layers()
+  layers: Layers
+  is_cast: bool  # whether the module is called in its compute dtype, not in float32
+  # Whether a module around it runs as a whole, whose code passes arguments and results.
+  is_inside_whole: bool
+  output_dtype: DType | None  # the dtype that the policy gives the results; None keeps theirs
 
   def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
     """Calls a method, or a step of a generator, in the region of the module.
@@ -238,7 +258,7 @@ class ModuleCall(NamedTuple):
     # The fields of the module to set during the call.
     fields: dict[str, object] = {}
     is_replaced = False  # whether float32 replaces the module's own `dtype`
-    if policy is not None and self._is_cast:
+    if policy is not None and self.is_cast:
       fields = dtype_field(module, policy.compute_dtype, always=True)
     elif policy is not None:
       keeps_own = initializing or (inner.keeps_dtypes and computes_in_half(policy))
@@ -248,7 +268,7 @@ class ModuleCall(NamedTuple):
       arrays = [x for x in (*args, *kwargs.values()) if isinstance(x, (jax.Array, np.ndarray))]
       # A real `dtype` would drop the imaginary part of a complex array.
       is_real = not any(map(jnp.iscomplexobj, arrays))
-      if self._is_cast and not self._is_inside_whole and is_real:
+      if self.is_cast and not self.is_inside_whole and is_real:
         args, kwargs = cast_arrays((args, kwargs), policy.compute_dtype)
       elif policy.compute_dtype == FLOAT32:
         args, kwargs = map_arrays(low_to_float32, (args, kwargs))
@@ -282,7 +302,8 @@ class ModuleCall(NamedTuple):
       scopes.enter_context(ACTIVE(inner))
       for name in marks:
         scopes.enter_context(jax.named_scope(name))
-      scopes.enter_context(_set(module, fields))
+      if fields:
+        scopes.enter_context(_set(module, fields))
       try:
         return method(*args, **kwargs)
       except REFUSALS as error:
@@ -303,10 +324,10 @@ class ModuleCall(NamedTuple):
       return outputs
     # Whether the results are rounded to the compute dtype, as with `dtype=`.
     is_layer = isinstance(self.module, self.layers.rounded) and self.state.tracing
-    is_rounded = is_layer and computes_in_half(policy) and not self._is_inside_whole
+    is_rounded = is_layer and computes_in_half(policy) and not self.is_inside_whole
     dtype = self.output_dtype
-    if dtype is None and self._is_cast:
-      dtype = None if self._is_inside_whole else policy.compute_dtype
+    if dtype is None and self.is_cast:
+      dtype = None if self.is_inside_whole else policy.compute_dtype
     elif dtype is None and is_rounded:
       # A layer's `preferred_element_type` is the user's choice.
       dtype = plain_attribute(self.module, "preferred_element_type")
@@ -325,42 +346,19 @@ class ModuleCall(NamedTuple):
 
     return map_arrays(leaf, outputs)
 
-  @property
-  def output_dtype(self) -> DType | None:
-    """The dtype that the policy gives the results; None keeps the computed dtype."""
-    policy = self.resolved.policy
-    if policy is None:
-      return None
-    # The outermost module has the `output_dtype` of the model's policy, if its own has none. Among
-    # inner modules, only one with which another policy begins returns the dtype of that policy.
-    if not self.state.entered:
-      return self.resolved.output_dtype
-    return policy.output_dtype if self.resolved.begins else None
-
-  @property
-  def _is_cast(self) -> bool:
-    """Whether the module is called in its compute dtype, not in float32."""
-    return self.inner.casting == EVERY
-
-  @property
-  def _is_inside_whole(self) -> bool:
-    """Whether a module around it runs as a whole, whose code passes arguments and results."""
-    region = self.state.region
-    return self.state.casting == EVERY and region is not None and region.called_in is not None
-
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     """Runs a generator, each step in the region of the module."""
     # As `yield from` does, but between two steps the caller's state must be active.
-    step, sent = body.send, None
+    resume, sent = body.send, None
     while True:
       try:
-        yielded = self.run(step, (sent,), {})
+        yielded = self.run(resume, (sent,), {})
       except StopIteration as stop:
         return self.result(stop.value)
       try:
-        step, sent = body.send, (yield self.result(yielded))
+        resume, sent = body.send, (yield self.result(yielded))
       except BaseException as error:  # `GeneratorExit` closes the body.
-        step, sent = body.throw, error
+        resume, sent = body.throw, error
 
 
 _NOTE = "mpjax: raised inside"

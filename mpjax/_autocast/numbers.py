@@ -96,9 +96,12 @@ def _others(numbers: Iterable[float | None]) -> set[float | None]:
 
 def numbers_of_result(eqn: JaxprEqn, each: Sequence[Numbers]) -> Numbers:
   """Returns the numbers of the results of an operation, from those of its floating operands."""
+  # Of most values nothing is known, and then nothing is known of the results.
+  if set(each) <= {UNKNOWN}:
+    return UNKNOWN
   facts = facts_of(eqn)
   # A matmul may cast an operand of integers itself.
-  if not each or (facts.folds is not None and len(each) < len(eqn.invars)):
+  if facts.folds is not None and len(each) < len(eqn.invars):
     return UNKNOWN
   if facts.folds is not None:
     numbers = _folded(facts.folds, *each)

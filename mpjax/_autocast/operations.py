@@ -48,7 +48,7 @@ from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyp
 
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation without inner jaxprs."""
-  scope_policy, part = rewriter.scope_policy(eqn), part_of(eqn, rewriter.settings.ops)
+  scope_policy, part = rewriter.scope_policies(eqn), part_of(eqn, rewriter.settings.ops)
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
   if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
     return _end(rewriter, eqn)
@@ -118,8 +118,8 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   """Writes an operation as it was traced; linear algebra of an activation warns."""
   kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
   rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.scope_policy(eqn).compute_dtype is not None
-  if facts_of(eqn).role == "linear algebra" and rounded and in_policy:
+  in_policy = rewriter.scope_policies(eqn).compute_dtype is not None
+  if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
     rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
   rewriter.write_as_traced(eqn, inners)
 
@@ -127,7 +127,7 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
 def _end(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Casts the result of a policy for all consumers, or rounds the result of a layer."""
   (atom,), (var,) = eqn.invars, eqn.outvars
-  scope_policy, value = rewriter.scope_policy(eqn), rewriter.value(atom)
+  scope_policy, value = rewriter.scope_policies(eqn), rewriter.value(atom)
   dtype = scope_policy.ends
   if value is None or dtype is None:
     return rewriter.write_as_traced(eqn)
@@ -197,7 +197,7 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
   if flags & Flag.OUTPUT:
     return True
   # Moves and selections are exact in each dtype. Dropout returns the dtype of its operand.
-  if not facts_of(eqn).arithmetic or rewriter.scope_policy(eqn).as_given:
+  if not facts_of(eqn).arithmetic or rewriter.scope_policies(eqn).as_given:
     return False
   # `x + 1` counts as arithmetic on one array. A sum of two values ignores SUM: only products
   # before a sum are widened, not the sums themselves.

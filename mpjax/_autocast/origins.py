@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
 
-from mpjax._autocast.scopes import Scope, ScopePolicies, Settings
+from mpjax._autocast.scopes import ScopedSettings, ScopePolicies
 from mpjax._core.types import HALVES
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.op_lists import part_of
@@ -48,11 +48,11 @@ class Found(NamedTuple):
 
 
 @cached_per_jaxpr
-def origins_of(jaxpr: Jaxpr, ins: Origins, settings: Settings, scope: Scope) -> Found:
+def origins_of(jaxpr: Jaxpr, ins: Origins, scoped: ScopedSettings) -> Found:
   """Returns the origins in a jaxpr; `ins` are those of the arguments, see `origins_inside`."""
   origins: dict[Atom, Origin] = {v: Origin(sources=(v,)) for v in (*jaxpr.constvars, *jaxpr.invars)}
   origins.update(zip(jaxpr.invars, ins, strict=False))
-  scope_policies, summed = ScopePolicies(settings, scope), set[Hashable]()
+  scope_policies, summed = ScopePolicies(scoped), set[Hashable]()
   for eqn in jaxpr.eqns:
     operands = of_atoms(eqn.invars, origins)
     if is_higher_order(eqn):
@@ -95,15 +95,13 @@ def deciding(eqn: JaxprEqn, origins: Mapping[Atom, Origin]) -> tuple[Atom, ...]:
   return tuple(atom for atom, origin in pairs if not origin.product)
 
 
-def origins_inside(
-  operands: Sequence[Origin], inner: Inner, settings: Settings, scope: Scope
-) -> Origins:
+def origins_inside(operands: Sequence[Origin], inner: Inner, scoped: ScopedSettings) -> Origins:
   """Returns the origins of the arguments of a jaxpr inside an equation, from those of its operands.
 
   Sources are numbered in order, so that equal calls have equal origins. A jaxpr is rewritten again
   for other origins, so the result is () if they make no difference to the sums inside.
   """
-  alone = origins_of(inner.jaxpr, (), settings, scope)
+  alone = origins_of(inner.jaxpr, (), scoped)
   numbers: dict[Hashable, Hashable] = {CARRY: CARRY}
   origins: list[Origin] = []
   for i, (var, n) in enumerate(zip(inner.jaxpr.invars, inner.operands or (), strict=False)):
@@ -112,8 +110,8 @@ def origins_inside(
       each = Origin(sources=(var,))
     sources = tuple(numbers.setdefault(source, len(numbers)) for source in each.sources)
     origins.append(Origin(each.product, sources))
-  total = sum(len(each.sources) for each in origins)
-  is_plain = total == len(numbers) - 1 and not any(each.product for each in origins)
+  count = sum(len(each.sources) for each in origins)
+  is_plain = count == len(numbers) - 1 and not any(each.product for each in origins)
   return () if is_plain else tuple(origins)
 
 
@@ -132,8 +130,8 @@ def _of_operation(
   eqn: JaxprEqn, operands: Sequence[Origin], scope_policies: ScopePolicies
 ) -> Origin | None:
   """Returns the origin of the results of an operation; None if they are new sources."""
-  facts = facts_of(eqn)
-  is_matmul = part_of(eqn, scope_policies.settings.ops) == "half" and facts is not OUTER_PRODUCT
+  facts, ops = facts_of(eqn), scope_policies.scoped.settings.ops
+  is_matmul = part_of(eqn, ops) == "half" and facts is not OUTER_PRODUCT
   is_end = eqn.primitive is reduce_precision_p and scope_policies(eqn).ends is not None
   is_cast = eqn.primitive is convert_element_type_p
   if is_matmul or is_end or (is_cast and eqn.params["new_dtype"] in HALVES):
@@ -163,9 +161,9 @@ def _of_call(
   for inner in inner_jaxprs(eqn) or ():
     if inner.operands is None:
       continue
-    settings, scope = scope_policies.settings, scope_policies(eqn).inside
-    ins = origins_inside(operands, inner, settings, scope)
-    inside = origins_of(inner.jaxpr, ins, settings, scope)
+    scoped = scope_policies.inside(eqn)
+    ins = origins_inside(operands, inner, scoped)
+    inside = origins_of(inner.jaxpr, ins, scoped)
     # The sources outside, by those inside: variables, or the numbers of `origins_inside`.
     outside = dict[Hashable, list[Hashable]]()
     for var, n in zip(inner.jaxpr.invars, inner.operands, strict=True):

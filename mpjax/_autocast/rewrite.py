@@ -8,16 +8,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mpjax._autocast.activations import activations_of, is_one_equation, write_activation
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
-from mpjax._autocast.kinds import Kinds
+from mpjax._autocast.kinds import Kind, Kinds
 from mpjax._autocast.operations import as_traced, operation
 from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
-from mpjax._autocast.scopes import Scope, Settings
+from mpjax._autocast.scopes import ScopedSettings
 from mpjax._core.types import FLOAT32, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.compat import with_equations
 from mpjax._jaxpr.primitives import AS_TRACED, Holds, facts_of, is_higher_order
-from mpjax._jaxpr.reader import inner_jaxprs
+from mpjax._jaxpr.reader import Atom, inner_jaxprs
 
 
 @cached_per_jaxpr  # The same function called twice is rewritten once, and compiled once.
@@ -26,8 +26,7 @@ def rewrite(
   ins: Kinds,
   outs: tuple[DType | None, ...],
   flags: tuple[int, ...],
-  settings: Settings,
-  scope: Scope,
+  scoped: ScopedSettings,
   consts: Kinds = (),
   origins: Origins = (),
 ) -> Rewritten:
@@ -38,12 +37,12 @@ def rewrite(
   arguments.
   """
   # `rewrite` is an argument, since the modules of control flow call it and are imported here.
-  rewriter = Rewriter(jaxpr, settings, scope, flags, origins, rewrite)
+  rewriter = Rewriter(jaxpr, scoped, flags, origins, rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
 
   # Activation functions with powers, by the positions at which they end and begin.
-  functions = activations_of(jaxpr, settings.ops)
+  functions = activations_of(jaxpr, scoped.settings.ops)
   begun: dict[int, list[int]] = {}
   for end, function in functions.items():
     begun.setdefault(min(function.positions), []).append(end)
@@ -65,19 +64,23 @@ def rewrite(
     elif position in functions:
       write_activation(rewriter, functions[position])
 
-  results, kinds = list(jaxpr.outvars), list(map(rewriter.kind, jaxpr.outvars))
+  results, kinds = list[Atom](), list[Kind | None]()
   last = jaxpr.eqns[-1] if jaxpr.eqns else None
-  for i, (atom, dtype) in enumerate(itertools.zip_longest(jaxpr.outvars, outs)):
-    value, kind = rewriter.value(atom), kinds[i]
-    if value is None or kind is None:
+  for atom, dtype in itertools.zip_longest(jaxpr.outvars, outs):
+    value = rewriter.value(atom)
+    if value is None:
+      results.append(atom)
+      kinds.append(None)
       continue
-    results[i] = rewriter.cast(value, dtype or kind.dtype, last)
+    kind = value.kind
+    results.append(rewriter.cast(value, dtype or kind.dtype, last))
     # A cast to float32 changes no value: the kind stays in low precision, in a float32 variable. A
     # cast to low precision rounds, so consumers see that dtype.
     if dtype == FLOAT32 and kind.is_low:
-      kinds[i] = kind._replace(variable=FLOAT32)
+      kind = kind._replace(variable=FLOAT32)
     elif dtype is not None:
-      kinds[i] = kind._replace(dtype=dtype)
+      kind = kind._replace(dtype=dtype)
+    kinds.append(kind)
   # Constants keep their variables, since they keep their dtypes.
   invars = variables[len(jaxpr.constvars) :]
   new = with_equations(jaxpr, rewriter.shown(), invars=invars, outvars=results)

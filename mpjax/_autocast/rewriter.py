@@ -13,9 +13,9 @@ from jax.extend.core.primitives import broadcast_in_dim_p, copy_p
 from mpjax._autocast.consumers import Flag, flags_of, terms_of
 from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_input
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
-from mpjax._autocast.origins import Origins, origins_of
+from mpjax._autocast.origins import Origins
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
-from mpjax._autocast.scopes import Scope, Settings, mark_of
+from mpjax._autocast.scopes import ScopedSettings, mark_of
 from mpjax._core.types import FLOAT32, FLOATS, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import PREFIX, Source, location
@@ -98,16 +98,15 @@ class Rewriter:
   def __init__(
     self,
     jaxpr: Jaxpr,
-    settings: Settings,
-    scope: Scope,
+    scoped: ScopedSettings,
     outs: tuple[int, ...],
     ins: Origins,
     rewrite: Rewrite,
   ) -> None:
-    self.settings, self.rewrite = settings, rewrite
-    # The flags of the old variables, and a function from an equation to its scope.
-    self.flags, self.scope_policy = flags_of(jaxpr, tuple(outs), ins, settings, scope)
-    self.origins = origins_of(jaxpr, ins, settings, scope).of  # of the old variables
+    self.settings, self.rewrite = scoped.settings, rewrite
+    # The flags of the old variables, and a function from an equation to its policy.
+    self.flags, self.scope_policies = flags_of(jaxpr, tuple(outs), ins, scoped)
+    self.origins = self.flags.origins  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
@@ -177,8 +176,8 @@ class Rewriter:
     written, others = terms_of(arrays, self.values, self.flags.sums, self.origins)
     kinds = map(self.kind, written)
     # Parameters and numbers take the dtype of the sum, so they do not make it float32.
-    wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
-    return flags & ~Flag.GATED | (Flag.FLOAT32 if wide else Flag.PRODUCT)
+    is_wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
+    return flags & ~Flag.GATED | (Flag.FLOAT32 if is_wide else Flag.PRODUCT)
 
   def flags_of_results(self, eqn: JaxprEqn) -> int:
     """Returns the flags of the floating results of an equation."""
@@ -254,7 +253,7 @@ class Rewriter:
       eqn.primitive,
       eqn.params if params is None else params,
       map(dtype_of, operands),
-      self.scope_policy(eqn).asked,
+      self.scope_policies(eqn).asked,
     )
     self.eqns.append(eqn.replace(invars=list(operands), outvars=outs, params=params))
 
@@ -281,7 +280,7 @@ class Rewriter:
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
     """Writes an equation as it was traced; `role` is the role of its results, if known."""
-    scope_policy = self.scope_policy(eqn)
+    scope_policy = self.scope_policies(eqn)
     # A primitive in no list that holds jaxprs hides operations from the policy.
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
@@ -337,7 +336,7 @@ class Rewriter:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         if AUDIT.value is not None:
-          names[id(stack)] = with_scope(stack, mark_of(self.scope_policy(eqn).region))
+          names[id(stack)] = with_scope(stack, mark_of(self.scope_policies(eqn).region))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)
       if names[id(stack)] is stack:

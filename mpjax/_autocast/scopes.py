@@ -43,6 +43,13 @@ class Settings:
   modules: bool = False
 
 
+class ScopedSettings(NamedTuple):
+  """The settings of a rewriting, and the scope around the jaxpr that is rewritten."""
+
+  settings: Settings
+  scope: Scope = ()
+
+
 REGION = PREFIX + "region="
 POLICY_ENDS, LAYER_ENDS = PREFIX + "policy-ends=", PREFIX + "layer-ends="
 AS_GIVEN, TABLE = PREFIX + "as-given", PREFIX + "table"
@@ -134,8 +141,9 @@ class ScopePolicy(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
+def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   """Returns the policy of a scope."""
+  settings, scope = scoped
   mark = next((name for name in reversed(scope) if name.startswith(REGION)), None)
   around = settings.policy
   if mark is not None:
@@ -188,18 +196,23 @@ def policy_at(scope: Scope, settings: Settings) -> ScopePolicy:
 
 
 class ScopePolicies:
-  """The scope of each equation of a jaxpr, below the scope of the jaxpr."""
+  """The policy of each equation of a jaxpr, by its scope below the scope of the jaxpr."""
 
-  def __init__(self, settings: Settings, scope: Scope) -> None:
-    self.settings, self.scope = settings, scope
+  def __init__(self, scoped: ScopedSettings) -> None:
+    self.scoped = scoped
     self._by_stack: dict[int, tuple[NameStack, ScopePolicy]] = {}
 
   def __call__(self, eqn: JaxprEqn) -> ScopePolicy:
     """Returns the scope of an equation with its policy."""
     stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
     if id(stack) not in self._by_stack:
-      self._by_stack[id(stack)] = stack, policy_at(self.scope + scope_of(stack), self.settings)
+      below = self.scoped._replace(scope=self.scoped.scope + scope_of(stack))
+      self._by_stack[id(stack)] = stack, policy_at(below)
     return self._by_stack[id(stack)][1]
+
+  def inside(self, eqn: JaxprEqn) -> ScopedSettings:
+    """Returns the settings and the scope for the jaxprs inside an equation."""
+    return self.scoped._replace(scope=self(eqn).inside)
 
 
 def check_rules_match(program: ClosedJaxpr, rules: tuple[Rule, ...], where: str) -> None:

@@ -196,8 +196,8 @@ def _limited(widths: Sequence[int], available: int) -> list[int]:
   if sum(widths) <= available:
     return [*widths]
   narrow = [width for width in widths if width * len(widths) <= available]
-  wide = len(widths) - len(narrow)
-  most = max((available - sum(narrow)) // max(wide, 1), 1)
+  sharing = len(widths) - len(narrow)
+  most = max((available - sum(narrow)) // max(sharing, 1), 1)
   return [min(width, most) for width in widths]
 
 

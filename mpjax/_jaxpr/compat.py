@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.core import AbstractValue, ShapedArray, Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from mpjax._core.types import Array
@@ -71,14 +71,11 @@ def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], **fields: Sequence[An
   """Returns a jaxpr with other equations, and perhaps other `invars` or `outvars`."""
   # The flag of a jaxpr that holds an object of JAX (`call_hi_primitive`). JAX expands it before
   # lowering. New equations may have brought an object in, or removed the last one.
-  is_high = any(eqn.primitive.is_high(*map(_aval, eqn.invars), **eqn.params) for eqn in eqns)
+  is_high = any(
+    eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params) for eqn in eqns
+  )
   lists = {name: [*variables] for name, variables in fields.items()}
   return jaxpr.replace(eqns=[*eqns], is_high=is_high, **lists)
-
-
-def _aval(atom: Any) -> AbstractValue:
-  """Returns the type of an operand."""
-  return atom.aval
 
 
 def params_of_object(eqn: JaxprEqn) -> Mapping[str, Any]:

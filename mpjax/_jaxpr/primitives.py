@@ -111,7 +111,7 @@ class Row(NamedTuple):
   terms: Terms | None = None  # how many terms each element of the result sums
   # Errors of a sum are absolute, so the rounding of an operand may be as large as the result. Those
   # of a product are relative.
-  role: Literal["sum", "product", "linear algebra"] | None = None
+  acts_as: Literal["sum", "product", "linear algebra"] | None = None
   scales: bool = False  # multiplies by one number, or divides by it, without rounding
   draws: bool = False  # the results are random numbers, unless an operand is floating
   # The way in which the derivative needs precision. It is a sum over elements of the result if the
@@ -174,16 +174,16 @@ def integer_pow_part(params: EqnParams) -> Part:
 _MOVES: Mapping[str, Any] = {"exact": True, "moves": True}
 _UPDATES: Mapping[str, Any] = {"dtype_param": "update_jaxpr", "holds": Holds.BINARY}
 _ARITHMETIC: Mapping[str, Any] = {"elementwise": True, "arithmetic": True}
-_FACTORS: Mapping[str, Any] = {**_ARITHMETIC, "role": "product", "gradient": "multiplied"}
+_FACTORS: Mapping[str, Any] = {**_ARITHMETIC, "acts_as": "product", "gradient": "multiplied"}
 _SUMS: Mapping[str, Any] = {
   **_ARITHMETIC,
-  "role": "sum",
+  "acts_as": "sum",
   "gradient": "added",
   "degree": lambda degrees, _: max(degrees),
 }
 _SQUARES: Mapping[str, Any] = {
   **_ARITHMETIC,
-  "role": "product",
+  "acts_as": "product",
   "degree": lambda degrees, _: 2 * degrees[0],
 }
 _BOUNDED: Mapping[str, Any] = {**_ARITHMETIC, "bounded": True}
@@ -318,7 +318,7 @@ FAMILIES: tuple[Family, ...] = (
       degree=lambda d, _: max(d),
     ),
     Row("mul", **_FACTORS, degree=lambda d, _: d[0] + d[1], folds=operator.mul),
-    Row("rem", **_ARITHMETIC, role="sum", gradient="multiplied"),
+    Row("rem", **_ARITHMETIC, acts_as="sum", gradient="multiplied"),
   ),
   Family(
     "promote",
@@ -356,7 +356,7 @@ FAMILIES: tuple[Family, ...] = (
     "They are exact in every dtype.",
     Row("abs", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.abs),
     Row("neg", elementwise=True, exact=True, degree=lambda d, _: d[0], folds=operator.neg),
-    Row(("ceil", "floor", "round"), **_BOUNDED, role="sum"),
+    Row(("ceil", "floor", "round"), **_BOUNDED, acts_as="sum"),
     Row("is_finite", tests=True),
     Row("sign", elementwise=True, exact=True, folds=np.sign),
   ),
@@ -477,7 +477,7 @@ FAMILIES: tuple[Family, ...] = (
         *("householder_product", "lu", "lu_pivots_to_permutation", "ormqr", "qr", "schur", "svd"),
         *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
       ),
-      role="linear algebra",
+      acts_as="linear algebra",
     ),
   ),
   Family(
@@ -576,7 +576,7 @@ FAMILIES: tuple[Family, ...] = (
     integer_pow_part,
     "Squares and cubes are part of activation functions, such as GELU. The fourth power overflows "
     "float16 from 16 on.",
-    Row("integer_pow", **_ARITHMETIC, role="product", degree=lambda d, p: p["y"] * d[0]),
+    Row("integer_pow", **_ARITHMETIC, acts_as="product", degree=lambda d, p: p["y"] * d[0]),
     decides="keep for the powers 0 to 3, float32 for others",
   ),
   # higher-order
@@ -611,7 +611,7 @@ FAMILIES: tuple[Family, ...] = (
     # Objects with an `object_param` have the row of the primitive that they replace instead.
     Row("call_hi_primitive", holds=Holds.OBJECT),
     # One of its four jaxprs runs. The others are for derivatives and checks.
-    Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, role="linear algebra"),
+    Row("custom_linear_solve", holds=Holds.LINEAR_SOLVE, acts_as="linear algebra"),
     Row(("activation_tangent", "linear_call", "matmul_tangent"), holds=Holds.LINEAR_CALL),
   ),
 )
@@ -633,11 +633,11 @@ HIGHER_ORDER = frozenset(
 
 _UNKNOWN = Row(())
 
-OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product", arithmetic=True)
+OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, acts_as="product", arithmetic=True)
 """A `dot_general` that sums nothing, so that it is a multiplication: `einsum("i,j->ij")`, or the
 matmul of a column and a row."""
 
-INNER_PRODUCT = FACTS["dot_general"]._replace(flops=None, role="product")
+INNER_PRODUCT = FACTS["dot_general"]._replace(flops=None, acts_as="product")
 """A `dot_general` in which no operand has a free axis, so that it is a sum, such as `vdot`."""
 
 

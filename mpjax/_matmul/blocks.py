@@ -16,7 +16,7 @@ import numpy as np
 from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, merge_axes, split_axes
-from mpjax._matmul.float8 import Float8, rounded_up, with_largest
+from mpjax._matmul.float8 import MEASURED_SKIP, Float8, rounded_up, with_largest
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
@@ -126,6 +126,10 @@ class BlockRecipe(FormatRecipe):
   def block(self) -> int:
     return _BLOCKS[type(self.options)]
 
+  @property
+  def measured_skip(self) -> Sizes:
+    return MEASURED_SKIP["block"] if isinstance(self.options, Float8) else ()
+
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     rows = self.block if self._in_squares(operand) else 1
     if isinstance(self.options, NVFP4):
@@ -223,13 +227,13 @@ def nearest_e2m1(x: Array) -> Array:
 
   XLA has casts to e2m1 that round to float16 first, and therefore round some numbers wrongly.
   """
-  # e2m1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. `step` is the distance of the neighbours.
+  # e2m1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4 and 6. `spacing` is the distance of neighbours.
   size = jax.lax.abs(x)
   coarse = jnp.where(size < 4, np.float32(1), np.float32(2))
-  step = jnp.where(size < 2, np.float32(0.5), coarse)
-  units = jax.lax.round(x / step, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+  spacing = jnp.where(size < 2, np.float32(0.5), coarse)
+  units = jax.lax.round(x / spacing, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
   most = np.float32(_MOST_E2M1)
-  return jax.lax.convert_element_type(jax.lax.clamp(-most, units * step, most), E2M1)
+  return jax.lax.convert_element_type(jax.lax.clamp(-most, units * spacing, most), E2M1)
 
 
 def _kept(blocks: Array, scale: Array) -> Scaled:

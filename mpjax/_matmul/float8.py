@@ -24,6 +24,13 @@ from mpjax._matmul.block_dot import E4M3, E5M2
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import Multiply, Operand, Scaled
 
+MEASURED_SKIP: dict[str, Sizes] = {
+  "tensor": ((4096, 1024),),
+  "row": ((None, 2048), (1024, None), (2048, 4096)),
+  "block": ((None, 2048), (1024, None), (2048, 4096)),
+}
+"""Sizes (K, N) up to which torchao measured float8 to be slower than bfloat16 on H100."""
+
 
 @check_init('Write mpjax.Float8() or mpjax.Float8(scaling="row").')
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,10 @@ class Float8Recipe(FormatRecipe):
   """The recipe of a `Float8` without blocks: see `Recipe` for its methods."""
 
   options: Float8
+
+  @property
+  def measured_skip(self) -> Sizes:
+    return MEASURED_SKIP[self.options.scaling]
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
     axes = operand.summed if self.options.scaling == "row" else None

@@ -95,8 +95,9 @@ def format_of(eqn: JaxprEqn) -> tuple[str, float]:
   if not jnp.issubdtype(dtype, jnp.integer):
     return name, roundoff(dtype)
   # A recipe may use fewer integers than the dtype has. It maps the largest element to the largest.
-  # A step is the largest element over it, and the error is a step / sqrt(12). Of about a thousand
-  # normal numbers, the largest is sqrt(12) times the root mean square, and both factors cancel.
+  # The spacing of numbers is the largest element over it, and the error is the spacing / sqrt(12).
+  # Of about a thousand normal numbers, the largest is sqrt(12) times the root mean square, and both
+  # factors cancel.
   block = rule.recipe.block
   ones = jnp.ones([1] * (like.ndim - mapped) if block is None else [1, block, block], like.dtype)
   operand = Operand(rule.summed(params["layout"]), params["role"], params["product"])

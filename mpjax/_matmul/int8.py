@@ -1,7 +1,7 @@
 """Int8: its options, and its recipe: symmetric, rounded to nearest, with exact sums in int32.
 
 An operand is divided by a scale that maps its largest element to 127. So -128 is not used, and the
-format is symmetric. Qwix maps the largest element to 127.5 and clips. Its steps are smaller by
+format is symmetric. Qwix maps the largest element to 127.5 and clips. Its spacing is smaller by
 0.4 %, and the largest elements saturate.
 
 Gradients are straight-through. By default they are those of a matmul in the compute dtype, with

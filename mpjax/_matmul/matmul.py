@@ -105,17 +105,18 @@ class Matmul:
   out: DType  # the dtype of the result
   # The dtype of each operand's gradient, for weights that are cast here; None for other operands,
   # which are in `half` already.
-  wide: tuple[DType | None, ...]
+  gradient_dtypes: tuple[DType | None, ...]
 
-  def _low(self, operands: Sequence[Array], wide: Sequence[DType | None]) -> list[Array]:
-    """Returns operands in the compute dtype."""
-    pairs = zip(operands, wide, strict=True)
-    return [x if w is None else jax.lax.convert_element_type(x, self.half) for x, w in pairs]
+  def _low(self, operands: Sequence[Array], dtypes: Sequence[DType | None]) -> list[Array]:
+    """Returns operands in the compute dtype; `dtypes` are those of their gradients."""
+    pairs = zip(operands, dtypes, strict=True)
+    return [x if d is None else jax.lax.convert_element_type(x, self.half) for x, d in pairs]
 
   def __call__(self, *operands: Array) -> Array:
     """Returns the matmul in its output dtype."""
-    wide = {} if self.out == self.half else {"preferred_element_type": self.out}
-    return into(self.primitive, self._low(operands, self.wide), {**dict(self.params), **wide})
+    result = {} if self.out == self.half else {"preferred_element_type": self.out}
+    low = self._low(operands, self.gradient_dtypes)
+    return into(self.primitive, low, {**dict(self.params), **result})
 
   def with_kept(
     self, moving: tuple[int, ...], *operands: Array
@@ -139,12 +140,13 @@ class Matmul:
     self, side: int, like: ShapedArray, levels: Levels, cotangent: Array, *others: Array
   ) -> Array:
     """Returns the gradient of an operand of the type `like`, summed over `vmap`s that it lacks."""
-    low = self._low(others, self.wide[:side] + self.wide[side + 1 :])
+    dtypes = self.gradient_dtypes
+    low = self._low(others, dtypes[:side] + dtypes[side + 1 :])
     cotangent = jax.lax.convert_element_type(cotangent, self.half)
-    wide = {} if self.wide[side] is None else {"preferred_element_type": self.wide[side]}
+    result = {} if dtypes[side] is None else {"preferred_element_type": dtypes[side]}
 
     def multiply(eqn: JaxprEqn, operands: Sequence[Array], _: Sequence[int]) -> Array:
-      return into(eqn.primitive, operands, {**eqn.params, **wide})
+      return into(eqn.primitive, operands, {**eqn.params, **result})
 
     args = (cotangent, *low)
     return self.transposed(multiply, side, like, levels, [*map(jax.typeof, args)], *args)
@@ -492,7 +494,7 @@ def _multiplied(
     scale = jax.lax.expand_dims(other.scale, range(sums, cotangent.ndim))
     cotangent = jax.lax.convert_element_type(cotangent, FLOAT32) * scale
     other = Scaled(other.values, jnp.ones((), FLOAT32))
-  out = matmul.wide[side] or matmul.half
+  out = matmul.gradient_dtypes[side] or matmul.half
   product = matmul.product_of(side)
 
   def multiply(eqn: JaxprEqn, operands: Sequence[Array], positions: Sequence[int]) -> Array:
@@ -735,14 +737,10 @@ that code that reads jaxprs finds it.
 """
 
 
-def _dot_general(*operands: Array, **params: Any) -> Array:
-  return dot_general_p.bind(*operands, **params)
-
-
 def _widened(*operands: Array, **params: Any) -> Array:
   out = params["preferred_element_type"]
   widened = (x.astype(out) if x.dtype == jnp.bfloat16 else x for x in operands)
-  return _dot_general(*widened, **params)
+  return dot_general_p.bind(*widened, **params)
 
 
 # Compiled, since only a lowering knows the platform.
@@ -760,14 +758,16 @@ def _run_wide(*operands: Array, **params: Any) -> Array:
 @wide_dot_general_p.def_abstract_eval
 @remembered_off_mesh
 def _type_of_wide(*avals: ShapedArray, **params: Any) -> AbstractValue:
-  return jax.make_jaxpr(functools.partial(_dot_general, **params))(*avals).jaxpr.outvars[0].aval
+  return (
+    jax.make_jaxpr(functools.partial(dot_general_p.bind, **params))(*avals).jaxpr.outvars[0].aval
+  )
 
 
 def _batch_wide(
   operands: Sequence[Array], dims: Sequence[int | None], **params: Any
 ) -> tuple[Array, int]:
   # JAX's own rule decides the axes. Its matmul is then replaced by this primitive again.
-  mapped = jax.vmap(functools.partial(_dot_general, **params), in_axes=tuple(dims))
+  mapped = jax.vmap(functools.partial(dot_general_p.bind, **params), in_axes=tuple(dims))
   program = jax.make_jaxpr(mapped)(*operands)
   eqns = [
     eqn.replace(primitive=wide_dot_general_p) if eqn.primitive is dot_general_p else eqn
@@ -778,13 +778,15 @@ def _batch_wide(
 
 def _transpose_wide(side: int, cotangent: Array, *operands: Any, **params: Any) -> Array:
   def linear(x: Array) -> Array:
-    return _dot_general(*(x if i == side else y for i, y in enumerate(operands)), **params)
+    return dot_general_p.bind(*(x if i == side else y for i, y in enumerate(operands)), **params)
 
   return jax.linear_transpose(linear, operands[side].aval)(cotangent)[0]
 
 
 ad.defbilinear(wide_dot_general_p, *(functools.partial(_transpose_wide, i) for i in (0, 1)))
 batching.primitive_batchers[wide_dot_general_p] = _batch_wide
-mlir.register_lowering(wide_dot_general_p, mlir.lower_fun(_dot_general, multiple_results=False))
+mlir.register_lowering(
+  wide_dot_general_p, mlir.lower_fun(dot_general_p.bind, multiple_results=False)
+)
 _on_cpu = mlir.lower_fun(_widened, multiple_results=False)
 mlir.register_lowering(wide_dot_general_p, _on_cpu, platform="cpu")

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from mpjax._core.errors import (
   MpjaxValueError,
@@ -17,6 +17,7 @@ from mpjax._core.errors import (
   check_choice,
   check_flag,
   check_int,
+  check_type,
   nearest,
 )
 
@@ -31,16 +32,6 @@ Tensor Cores read 16 bytes at once.
 
 # Random bits are made of uint32 numbers.
 _LARGEST_SEED = 2**32 - 1
-
-_TOO_SMALL: dict[str, Sizes] = {
-  "tensor": ((4096, 1024),),
-  "row": ((None, 2048), (1024, None), (2048, 4096)),
-  "block": ((None, 2048), (1024, None), (2048, 4096)),
-}
-"""Sizes (K, N) up to which torchao measured float8 to be slower than bfloat16 on H100.
-
-They apply if the option `skip` is None, as it is by default in `Float8`.
-"""
 
 
 class Format:
@@ -72,16 +63,42 @@ class Format:
     return ":".join([*words, *pairs])
 
 
-def format_name(cls: type[Format]) -> str:
+def format_name(cls: type[Any]) -> str:
   """Returns the name of a format. Its texts begin with it."""
   return cls.__name__.lower()
 
 
+@runtime_checkable
+class FormatOptions(Protocol):
+  """The options that every format has, because the recipes of all formats read them."""
+
+  # The name of the format if gradients of inputs, or of weights, are multiplied in it. Any other
+  # value is the compute dtype.
+  @property
+  def input_grad(self) -> str: ...
+  @property
+  def weight_grad(self) -> str: ...
+
+  # Sizes (K, N) up to which a matmul stays in the compute dtype. None stands for the sizes that
+  # were measured, see `FormatRecipe.measured_skip`.
+  @property
+  def skip(self) -> Sizes | None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class FormatRecipe:
-  """Parts of `Recipe` that the recipes of all formats share."""
+  """Parts of `Recipe` that the recipes of all formats share.
 
-  options: Any  # of the format
+  A recipe declares the formats that it takes as the type of its field `options`.
+  """
+
+  options: FormatOptions
+
+  def __post_init__(self) -> None:
+    recipe, declared = type(self).__name__, type(self).__dataclass_fields__["options"].type
+    names = [f"mpjax.{cls.__name__}" for cls in typing.get_args(declared) or (declared,)]
+    expected, fix = f"a {' or '.join(names)}", f"Write {recipe}({names[0]}())."
+    check_type(self.options, declared, f"{recipe}(options)", expected=expected, fix=fix)
 
   @property
   def name(self) -> str:
@@ -91,6 +108,11 @@ class FormatRecipe:
   def block(self) -> int | None:
     return None
 
+  @property
+  def measured_skip(self) -> Sizes:
+    """The `skip` that None stands for."""
+    return ()
+
   def why_not(self, depth: int, columns: int) -> str | None:
     multiple = self.block or MULTIPLE
     for name, size in (("K", depth), ("N", columns)):
@@ -98,14 +120,17 @@ class FormatRecipe:
         return f"{name}={size} is no multiple of {multiple}"
     # A matmul is too small if it is within both sizes of a pair. None in a pair is any size.
     skip = self.options.skip
-    for most in _TOO_SMALL[self.options.scaling] if skip is None else skip:
+    for most in self.measured_skip if skip is None else skip:
       if all(n is None or size <= n for size, n in zip((depth, columns), most, strict=True)):
         return f"too small to gain: K={depth}, N={columns}"
     return None
 
   def why_not_gradient(self, depth: int, *, of_weight: bool) -> str | None:
-    option = "weight_grad" if of_weight else "input_grad"
-    return None if getattr(self.options, option) == self.name else f"{option}=half"
+    if of_weight:
+      option, chosen = "weight_grad", self.options.weight_grad
+    else:
+      option, chosen = "input_grad", self.options.input_grad
+    return None if chosen == self.name else f"{option}=half"
 
 
 # Values of options: checked, written and read by the type of their field.

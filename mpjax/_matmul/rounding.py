@@ -78,9 +78,9 @@ def random_bits(x: Array, seed: int, *, stream: int = 0) -> Array:
   """
   # Each element is hashed before the sum. Otherwise opposite changes of two elements would cancel.
   hashed = _mixed(jax.lax.bitcast_convert_type(_without_scale(x), _UINT32))
-  total = jax.lax.reduce_sum(hashed, tuple(range(x.ndim)))
+  hash_of_all = jax.lax.reduce_sum(hashed, tuple(range(x.ndim)))
   chosen = _mixed(_mixed(np.array([seed], _UINT32)) + np.array([stream], _UINT32))
-  key = _mixed(total ^ chosen[0])
+  key = _mixed(hash_of_all ^ chosen[0])
   return _mixed(_mixed(_index(x.shape) + key) ^ _mixed(key + np.uint32(1)))
 
 

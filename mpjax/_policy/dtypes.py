@@ -72,14 +72,14 @@ _SHORT = "'default', 'high', 'highest'"
 
 
 def parse_precision(
-  precision: object, compute: DType, weight_grad: DType | None
+  precision: object, compute: DType, weight_grad_dtype: DType | None
 ) -> MatmulPrecision:
   """Returns the precision of JAX of an argument of `mpjax.Policy`.
 
   Args:
     precision: the argument: a precision, a preset, or the name of one in any case.
     compute: the compute dtype of the policy. A preset must multiply it.
-    weight_grad: the dtype of weight gradients, or None. A preset must add up in it.
+    weight_grad_dtype: the dtype of weight gradients, or None. A preset must add up in it.
 
   Raises:
     MpjaxValueError: an unknown name, or a preset that does not fit the dtypes.
@@ -105,10 +105,12 @@ def parse_precision(
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   # Only a preset has it. The matmul of a weight gradient sums in this dtype, whatever it returns.
   accumulation = getattr(parsed, "accumulation_type", None)
-  if accumulation is None or weight_grad is None:
+  if accumulation is None or weight_grad_dtype is None:
     return parsed
-  if DType(accumulation).itemsize < weight_grad.itemsize:
-    expected = f"an algorithm that adds up in {weight_grad.name}, as weight_grad_dtype asks for"
+  if DType(accumulation).itemsize < weight_grad_dtype.itemsize:
+    expected = (
+      f"an algorithm that adds up in {weight_grad_dtype.name}, as weight_grad_dtype asks for"
+    )
     fix = "Write one whose name ends in this dtype, or leave out weight_grad_dtype."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
   return parsed

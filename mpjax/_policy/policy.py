@@ -129,7 +129,7 @@ class Policy:
           fix="Use 8-bit dtypes for param_dtype only. For matmuls, write matmul=mpjax.Float8().",
         )
     # Each dtype is valid by itself. Now the fields are checked against each other.
-    compute, weight_grad = self.compute_dtype, self.weight_grad_dtype
+    compute, gradients = self.compute_dtype, self.weight_grad_dtype
     if self.param_dtype == np.float64 and compute != np.float64:
       raise MpjaxValueError(
         "mpjax.Policy(param_dtype=...)",
@@ -139,16 +139,16 @@ class Policy:
       )
     # A narrower dtype would round gradients again. Float16 and bfloat16 do not hold each other.
     least = max(4, compute.itemsize + 1)
-    if weight_grad is not None and weight_grad != compute and weight_grad.itemsize < least:
+    if gradients is not None and gradients != compute and gradients.itemsize < least:
       raise MpjaxValueError(
         "mpjax.Policy(weight_grad_dtype=...)",
         expected="float32 or float64, wider than the compute dtype, or the compute dtype itself",
-        got=f"{weight_grad.name} with compute_dtype={compute.name}",
+        got=f"{gradients.name} with compute_dtype={compute.name}",
         fix="Write 'float32' beside a narrower compute dtype, and leave it out otherwise.",
       )
     fields["precision"] = fields["matmul"] = None
     if precision is not None:
-      fields["precision"] = parse_precision(precision, compute, weight_grad)
+      fields["precision"] = parse_precision(precision, compute, gradients)
     if matmul is not None:
       fields["matmul"] = parse_recipe(matmul, compute, "mpjax.Policy(matmul=...)")
 

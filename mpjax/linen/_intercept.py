@@ -28,8 +28,7 @@ from mpjax._autocast.module_calls import (
 from mpjax._core.trees import instances_in, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._policy.active import ACTIVE, Region, outside_policies
-from mpjax._policy.policy import Policy
-from mpjax._policy.rules import PolicyConfig
+from mpjax._policy.rules import PolicyConfig, rewrites
 from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
 from mpjax.linen._initialize import store_caches, store_parameters
 from mpjax.linen._layers import LAYERS, collections_with
@@ -116,10 +115,11 @@ def intercept(
     state = dataclasses.replace(state, again=[], tracing=True)
   # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw other
   # numbers.
-  if initializing or is_setup or not begins_trace(active, resolved.policy, path):
+  is_outermost = rewrites(resolved.policy) and begins_trace(active, path)
+  if initializing or is_setup or not is_outermost:
     return run(state)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
-  rewrite = functools.partial(_rewritten, module, bound.func, args, kwargs, resolved.policy)
+  rewrite = functools.partial(_rewritten, module, bound.func, args, kwargs)
   state = dataclasses.replace(state, region=Region(resolved.policy))
   return attempts(rewrite, run, state, module_path(state, module))
 
@@ -132,7 +132,6 @@ def _rewritten(
   method: Function,
   args: Args,
   kwargs: Kwargs,
-  policy: Policy | None,
   active: LinenActive,
 ) -> PyTree:
   """Returns the result of a call of a bound module, with the operations inside rewritten.
@@ -145,8 +144,7 @@ def _rewritten(
     method: the function of its class.
     args: the positional arguments of the method.
     kwargs: its keyword arguments.
-    policy: the policy of the module.
-    active: the state of the call.
+    active: the state of the call, in the region of the module.
   """
   has_modules = next(instances_in((args, kwargs), nn.Module), None) is not None
 
@@ -206,7 +204,7 @@ def _rewritten(
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
         traced.__name__ = type(module).__name__
-        return call_rewritten(traced, operands, active, policy, lambda _: inputs, stored)
+        return call_rewritten(traced, operands, active, lambda _: inputs, stored)
 
       try:
         # Not in `attempts`: Flax counts the names of submodules when it has lifted a method.
@@ -249,7 +247,7 @@ def applied(
     fn.__name__ = type(model).__name__
     # A checkpoint may hold NumPy arrays, which a trace would take for constants.
     operands = (mapped(array, variables), args, kwargs)
-    return call_rewritten(fn, operands, active, active.around.policy, inputs, stored)
+    return call_rewritten(fn, operands, active, inputs, stored)
 
   def run_as_python(_: LinenActive) -> PyTree:
     return model.apply(variables, *args, **kwargs)

@@ -34,23 +34,25 @@ def is_tree(module: nnx.Pytree) -> bool:
 
 
 def parts_of(tree: PyTree) -> tuple[list[nnx.Pytree], list[nnx.Variable[Leaf]]]:
-  """Returns the modules of a tree, and its variables, in the order of its graph."""
+  """Returns the modules of a tree, and its variables, in the order of its graph.
+
+  NNX sorts attributes by name, so a tree and its copy have one order.
+  """
   # `graph=True`: shared objects count once, also if a flag of Flax makes trees the default.
   parts = [x for _, x in nnx.iter_graph(tree, graph=True)]
   variables = [x for x in parts if isinstance(x, nnx.Variable)]
   return [x for x in parts if isinstance(x, nnx.Pytree)], variables
 
 
-def orders_of(tree: PyTree) -> list[object]:
-  """Returns the order of the attributes of each module of a tree, and of the containers in them."""
+def orders_of(modules: Iterable[nnx.Pytree]) -> list[object]:
+  """Returns the order of the attributes of each module, and of the containers in them."""
   # Nodes are leaves here: each module has its own entry in the list.
-  return [Boundary(vars(module), is_node).order for module in parts_of(tree)[0]]
+  return [Boundary(vars(module), is_node).order for module in modules]
 
 
-def put_in_order(tree: PyTree, orders: Iterable[object]) -> None:
-  """Puts the attributes of the modules of a tree, which NNX has sorted, into the given orders."""
-  # The modules of both trees are in the order of the graph, which sorts attributes by name.
-  for module, order in zip(parts_of(tree)[0], orders, strict=True):
+def put_in_order(modules: Iterable[nnx.Pytree], orders: Iterable[object]) -> None:
+  """Puts the attributes of modules, which NNX has sorted, into the given orders."""
+  for module, order in zip(modules, orders, strict=True):
     attributes = vars(module)
     ordered = in_order(attributes, order)
     if ordered is not attributes:

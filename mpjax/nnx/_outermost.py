@@ -7,7 +7,6 @@ NNX's own transforms do.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +14,11 @@ import jax
 from flax import nnx
 
 from mpjax._autocast.boundary import Boundary, NotTraceable
-from mpjax._autocast.module_calls import array, attempts, call_rewritten
+from mpjax._autocast.module_calls import array, call_rewritten
 from mpjax._autocast.scopes import end_of_policy
-from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.trees import is_floating, same_objects
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree
-from mpjax._policy.active import ACTIVE, Active, Region
+from mpjax._policy.active import ACTIVE, Active
 from mpjax.nnx import _layers
 from mpjax.nnx._changes import Models, copy_changes
 from mpjax.nnx._graph import (
@@ -33,41 +31,18 @@ from mpjax.nnx._graph import (
   put_in_order,
   rebound,
 )
-from mpjax.nnx._link import check_modes, is_view, module_path, resolved_policy
+from mpjax.nnx._link import check_modes
 
 _TAG = "mpjax.policy"
 """The name of the context in which NNX maps each copy to its original."""
 
 
-def outermost(call: Function, name: str, module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
-  """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
-
-  Args:
-    call: the call of a method, as a function of the module and the method's arguments.
-    name: the name of the method, for the errors of JAX.
-    module: a module of a view.
-    args: the positional arguments of the method.
-    kwargs: its keyword arguments.
-  """
-
-  def rewrite(state: Active) -> PyTree:
-    return _rewritten(call, name, module, args, kwargs, state)
-
-  def run_as_python(_: Active) -> PyTree:
-    return call(module, args, kwargs)
-
-  state = dataclasses.replace(calling_state(), region=Region(resolved_policy(module).policy))
-  return attempts(rewrite, run_as_python, state, module_path(module))
-
-
-def current() -> Active | None:
-  """Returns the active state of this thread; None outside of every policied method of NNX."""
-  return ACTIVE.value if type(ACTIVE.value) is Active else None  # Linen's has a class of its own.
-
-
 def calling_state() -> Active:
   """Returns the state in which a method of a view is called, inside of a Linen model too."""
-  return current() or Active(tracing=ACTIVE.value is not None and ACTIVE.value.tracing)
+  state = ACTIVE.value
+  if type(state) is Active:  # Linen's has a class of its own.
+    return state
+  return Active(tracing=state is not None and state.tracing)
 
 
 class _Trace(NamedTuple):
@@ -84,22 +59,32 @@ class _Trace(NamedTuple):
   outside: Function
 
 
-def _rewritten(
+def rewritten(
   call: Function, name: str, module: nnx.Module, args: Args, kwargs: Kwargs, state: Active
 ) -> PyTree:
-  """Traces a call, rewrites it, and runs it; changes the modules as it does. See `outermost`."""
+  """Returns `call(module, args, kwargs)`, with the operations of all modules inside rewritten.
+
+  It traces the call, rewrites it, and runs it, and changes the modules as the call does.
+
+  Args:
+    call: the call of a method, as a function of the module and the method's arguments.
+    name: the name of the method, for the errors of JAX.
+    module: a module of a view.
+    args: the positional arguments of the method.
+    kwargs: its keyword arguments.
+    state: the state of the call, in the region of the module.
+  """
   # 1. All that the call can reach before it begins, since each attempt starts from the present
   # state: the modules and variables in the module and in the arguments, also in containers there
   # (an `nnx.Rngs` in a dict), and what they hold.
   arguments = Boundary((args, kwargs), is_node).leaves
   modules, variables = parts_of((module, arguments))
-  for each in filter(is_view, modules):
+  for each in modules:
     check_modes(each)  # Here, because a copy leads to no model to compare with.
   attributes = [dict(vars(each)) for each in modules]
-  orders = orders_of((module, arguments))
+  orders = orders_of(modules)
   values = [variable.get_raw_value() for variable in variables]
   dtypes = [value.dtype if is_floating(value) else None for value in values]
-  models = Models(modules)
 
   # 2. The call as a pure function of a tree, from which NNX makes copies of the objects.
   traces: list[_Trace] = []
@@ -109,8 +94,8 @@ def _rewritten(
     # is needed.
     with nnx.update_context(_TAG) if traces else contextlib.nullcontext():
       copies = nnx.from_tree(tree, is_inner=True, ctxtag=_TAG)
-      put_in_order(copies, orders)
       copied_modules, copied_variables = parts_of(copies)
+      put_in_order(copied_modules, orders)
       tracers = [variable.get_raw_value() for variable in copied_variables]
       contents = contents_of(copies)
       triples = [*zip(modules, attributes, copied_modules, strict=True)]
@@ -129,7 +114,7 @@ def _rewritten(
           written[i] = variable.get_raw_value()
       # The copies leave the trace only if the call has changed more than values of variables.
       results = (leaves, copies if changed else ())
-      trace = _Trace(changed, orders_of(results), outside)
+      trace = _Trace(changed, orders_of(parts_of(results)[0]) if changed else [], outside)
       # An array in a plain attribute is static to NNX. The original would hold a tracer.
       if changed and hides_tracer(copies):
         raise NotTraceable("sets an array as a new attribute, which NNX takes to be static")
@@ -141,23 +126,24 @@ def _rewritten(
 
   def inputs(operands: Args) -> list[Leaf]:
     # The arrays that are no parameters.
-    parts = jax.tree.leaves(operands, is_leaf=is_nnx_variable)
+    parts = jax.tree.leaves(operands, is_leaf=is_node)
     return jax.tree.leaves([x for x in parts if not _layers.state_kind(x).is_parameter])
 
   def with_arrays(x: Any) -> Any:
     # A trace would take NumPy arrays for constants.
-    return jax.tree.map(array, x) if is_nnx_variable(x) else x
+    return jax.tree.map(array, x) if is_node(x) else x
 
   # In this context NNX maps each copy to its original, in the results of the traced function.
   with nnx.update_context(_TAG):
     tree = nnx.to_tree((module, arguments), ctxtag=_TAG)
-    tree = jax.tree.map(with_arrays, tree, is_leaf=is_nnx_variable)
-    policy = resolved_policy(module).policy
-    written, returned = call_rewritten(on_copies, (tree,), state, policy, inputs)
+    tree = jax.tree.map(with_arrays, tree, is_leaf=is_node)
+    written, returned = call_rewritten(on_copies, (tree,), state, inputs)
 
     # 3. Change the originals as the call has changed their copies.
     trace = traces[0]
-    if not trace.changed:
+    # The user's objects behind those of the view, before the call changes either.
+    models = Models(modules) if trace.changed else None
+    if models is None:
       # A variable may belong to a function further out, of `jax.grad` say, and NNX refuses to write
       # to it. So a call that has changed no more than values sets those that it has written.
       for i, value in written.items():
@@ -173,11 +159,12 @@ def _rewritten(
           vars(each).clear()
           vars(each).update(before)
         raise
-      put_in_order(updated, trace.orders)
+      put_in_order(parts_of(updated)[0], trace.orders)
       leaves = updated[0]
-  # The call has changed the view. Now change the user's modules behind it.
-  for each, before in zip(modules, attributes, strict=True):
-    copy_changes(each, before, models)
+  if models is not None:
+    # The call has changed the view. Now change the user's modules behind it.
+    for each, before in zip(modules, attributes, strict=True):
+      copy_changes(each, before, models)
   return trace.outside(leaves)
 
 
@@ -191,7 +178,7 @@ def _call_copies(
   """Calls the method of the copies in a state.
 
   Args:
-    call: as for `outermost`.
+    call: as for `rewritten`.
     copies: the copy of the module, and the leaves of the arguments with copies of NNX objects.
     triples: each module, its attributes before the call, and its copy.
     inputs: the arguments of the method, positional ones and keywords.

@@ -3,6 +3,7 @@
 They are subclasses of the user's classes, one for each policy: see docs/design/nnx.md.
 """
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -11,13 +12,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mpjax._autocast.module_calls import begins_trace, module_call
+from mpjax._autocast.module_calls import attempts, begins_trace, module_call
 from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
-from mpjax._policy.active import outside_policies
-from mpjax._policy.rules import ModulePolicy, policy_text
+from mpjax._policy.active import ACTIVE, Active, Region, outside_policies
+from mpjax._policy.rules import ModulePolicy, policy_text, rewrites
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
 from mpjax.nnx._link import (
@@ -30,7 +31,7 @@ from mpjax.nnx._link import (
   resolved_policy,
   user_class,
 )
-from mpjax.nnx._outermost import calling_state, current, outermost
+from mpjax.nnx._outermost import calling_state, rewritten
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def view_class(cls: Any, tree: bool, resolved: ModulePolicy) -> Class:
     "__doc__": cls.__doc__,
     POLICY: resolved,
     **{
-      name: _method(name, own)
+      name: _method(name, own, resolved)
       for name, own in inspect.getmembers_static(cls)
       if _computes(cls, name, own)
     },
@@ -79,7 +80,8 @@ class _ViewModule:
 
   def __setattr__(self: Any, name: str, value: Any) -> None:
     _check_set(self, name, value)
-    active = current()
+    state = ACTIVE.value
+    active = state if type(state) is Active else None  # None outside of every call of a view.
     policy = None if active is None or not active.tracing else active.around.policy
     # A parameter that a call creates gets the `param_dtype` of the policy.
     if policy is not None and _layers.state_kind(value).dtype_rule == "param_dtype":
@@ -171,41 +173,48 @@ def _computes(cls: Class, name: str, own: object) -> bool:
   return package != "flax" or name in _layers.METHODS
 
 
-def _method(name: str, own: Any) -> Function:
+def _method(name: str, own: Any, resolved: ModulePolicy) -> Function:
   """Returns the method of a view's module that calls a method of the user's under the policy."""
+  region = Region(resolved.policy)
   # The body of a generator runs between the steps of its caller, so it cannot be traced as one.
-  is_generator = inspect.isgeneratorfunction(own)
+  may_trace = rewrites(resolved.policy) and not inspect.isgeneratorfunction(own)
 
   @functools.wraps(own)
   def method(self: nnx.Module, *args: Any, **kwargs: Any) -> PyTree:
     # Inside `full_precision` there is no policy.
     if outside_policies():
       return own.__get__(self, type(self))(*args, **kwargs)
-    resolved, path = resolved_policy(self), module_path(self)
+    path = module_path(self)
 
     def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
       check_modes(module)
       # `module` is `self`, or its copy in the trace of the outermost call.
       called = module_call(module, path, resolved, calling_state(), _layers.LAYERS)
       outputs = called.run(own.__get__(module, type(module)), args, kwargs)
-      _check_not_async(outputs, f"{type(module).__name__}.{name}")
+      if isinstance(outputs, _ASYNC):
+        raise _async_method(outputs, f"{type(module).__name__}.{name}")
       return called.result(outputs)
 
-    if is_generator or not begins_trace(calling_state(), resolved.policy, path):
+    state = calling_state()
+    if not (may_trace and begins_trace(state, path)):
       return call(self, args, kwargs)
-    return outermost(call, name, self, args, kwargs)
+    attempt = functools.partial(rewritten, call, name, self, args, kwargs)
+    state = dataclasses.replace(state, region=region)
+    return attempts(attempt, lambda _: call(self, args, kwargs), state, path)
 
   return method
 
 
-def _check_not_async(outputs: object, method: str) -> None:
-  """Raises MpjaxTypeError for the result of an async method."""
-  if not isinstance(outputs, (types.CoroutineType, types.AsyncGeneratorType)):
-    return
+_ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
+"""Results of async methods."""
+
+
+def _async_method(outputs: object, method: str) -> MpjaxTypeError:
+  """Returns the error for an async method, which has returned `outputs`."""
   if isinstance(outputs, types.CoroutineType):
     outputs.close()  # Else Python warns that nobody awaited it.
   where = f"{method}, a method of a view of mpjax.with_policy"
   expected = "a method that has run when it returns"
   got = "an async method, whose body would run later, without the policy"
   fix = "Write the async function around the view: let it call methods that are not async."
-  raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
+  return MpjaxTypeError(where, expected=expected, got=got, fix=fix)

@@ -26,6 +26,7 @@ from mpjax.nnx._graph import (
   is_node,
   is_tree,
   orders_of,
+  parts_of,
   put_in_order,
   rebound,
 )
@@ -76,7 +77,7 @@ def with_policy(
   record = ModuleRecord(config)
   # 1. New objects that hold the same variables, with attributes in the user's order.
   view = nnx.clone(model, variables=False, graph=True)
-  put_in_order(view, orders_of(model))
+  put_in_order(parts_of(view)[0], orders_of(parts_of(model)[0]))
   modules, copies = _modules(model), _modules(view)
   # 2. Each module of the view gets the class of its policy. Modules of a view inside of the model
   # have one already.

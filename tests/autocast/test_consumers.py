@@ -9,7 +9,7 @@ from jax import lax
 
 import mpjax
 from mpjax._autocast.consumers import Flag, flags_of, flags_of_result
-from mpjax._autocast.scopes import Settings, end_of_layer, end_of_policy
+from mpjax._autocast.scopes import ScopedSettings, Settings, end_of_layer, end_of_policy
 from mpjax._jaxpr.op_lists import OpLists
 
 X = jnp.ones((8, 8))
@@ -22,7 +22,7 @@ def flags(fun, *args, results=None, ops=None):
   """Returns the flags of each argument of `fun`; no result is used unless `results` says so."""
   jaxpr = jax.make_jaxpr(fun)(*(args or (X,))).jaxpr
   settings = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=ops or OpLists())
-  found, _ = flags_of(jaxpr, results or (0,) * len(jaxpr.outvars), (), settings, ())
+  found, _ = flags_of(jaxpr, results or (0,) * len(jaxpr.outvars), (), ScopedSettings(settings))
   return tuple(found.of.get(v, 0) for v in jaxpr.invars)
 
 

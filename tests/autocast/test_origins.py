@@ -8,13 +8,14 @@ from jax import lax
 
 import mpjax
 from mpjax._autocast.origins import Origin, has_one_product, origins_inside, origins_of
-from mpjax._autocast.scopes import Settings
+from mpjax._autocast.scopes import ScopedSettings, Settings
 from mpjax._jaxpr.reader import inner_jaxprs
 from tests.autocast.rig import find
 
 X = jnp.ones((8, 8))
 W = jnp.ones((8, 8))
-SETTINGS = Settings(policy=mpjax.Policy(compute_dtype="bfloat16"), ops=mpjax.OpLists())
+POLICY = mpjax.Policy(compute_dtype="bfloat16")
+SCOPED = ScopedSettings(Settings(policy=POLICY, ops=mpjax.OpLists()))
 
 
 def sum_dtype(fun, *args, wrap=mpjax.autocast):
@@ -166,7 +167,7 @@ def test_matmuls_and_low_precision_casts_begin_new_sources():
     return jnp.tanh(2 * x.T), x @ x, x.astype("bfloat16"), x + X, x + 1
 
   jaxpr = jax.make_jaxpr(fun)(X).jaxpr
-  found = origins_of(jaxpr, (), SETTINGS, ()).of
+  found = origins_of(jaxpr, (), SCOPED).of
   arithmetic, *new, bias = (found[v] for v in jaxpr.outvars)
   x = jaxpr.invars[0]
   assert arithmetic == Origin(product=True, sources=(x,))
@@ -178,10 +179,10 @@ def test_origins_of_a_call_are_numbered():
   (eqn,) = jax.make_jaxpr(jax.jit(lambda x, y: x + y))(X, X).eqns
   inner = next(iter(inner_jaxprs(eqn) or ()))
   one, other = Origin(sources=("a",)), Origin(product=True, sources=("b", "a"))
-  found = origins_inside([one, other], inner, SETTINGS, ())
+  found = origins_inside([one, other], inner, SCOPED)
   assert found == (Origin(False, (1,)), Origin(True, (2, 1)))
   # Independent arguments share one key, and so do arguments that no sum inside depends on.
-  assert origins_inside([one, Origin(sources=("b", "c"))], inner, SETTINGS, ()) == ()
+  assert origins_inside([one, Origin(sources=("b", "c"))], inner, SCOPED) == ()
   (eqn,) = jax.make_jaxpr(jax.jit(lambda x, y: x @ y))(X, X).eqns
   inner = next(iter(inner_jaxprs(eqn) or ()))
-  assert origins_inside([one, other], inner, SETTINGS, ()) == ()
+  assert origins_inside([one, other], inner, SCOPED) == ()

@@ -12,6 +12,7 @@ from mpjax._autocast.scopes import (
   LAYER_ENDS,
   POLICY_ENDS,
   REGION,
+  ScopedSettings,
   Settings,
   end_of_layer,
   end_of_policy,
@@ -84,7 +85,8 @@ EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
   ],
 )
 def test_the_innermost_mark_decides(marks, dtype, as_written):
-  scope_policy = policy_at(("Net", *(name for mark in marks for name in (mark, "layer"))), HALF)
+  scope = ("Net", *(name for mark in marks for name in (mark, "layer")))
+  scope_policy = policy_at(ScopedSettings(HALF, scope))
   assert (scope_policy.compute_dtype, scope_policy.as_written) == (dtype, as_written)
 
 
@@ -147,7 +149,7 @@ def test_marks_go_through_transformations(way, outside):
   ],
 )
 def test_the_innermost_scope_may_mark_an_end(scope, dtype, ends_policy):
-  scope_policy = policy_at(("Net", *scope), HALF)
+  scope_policy = policy_at(ScopedSettings(HALF, ("Net", *scope)))
   assert (scope_policy.ends, scope_policy.ends_policy) == (dtype, ends_policy)
 
 

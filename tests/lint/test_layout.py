@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 
@@ -395,6 +396,19 @@ def one_apply() -> Callable[[], object]:
   return lambda: applied.apply(variables, x)
 
 
+def one_view() -> Callable[[], object]:
+  """A view of a model whose class has none yet, and the view's first call."""
+
+  class Net(nnx.Linear):
+    pass
+
+  def call(cls: type[nnx.Linear]) -> object:
+    return mpjax.with_policy(cls(4, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")(jnp.ones((2, 4)))
+
+  call(nnx.Linear)  # imports what is imported on first use
+  return lambda: call(Net)
+
+
 def one_step() -> Callable[[], object]:
   """A training step with a loss scale."""
 
@@ -408,7 +422,8 @@ def one_step() -> Callable[[], object]:
 
 
 @pytest.mark.parametrize(
-  ("page", "call", "length"), [("apply", one_apply, 10), ("training", one_step, 14)]
+  ("page", "call", "length"),
+  [("apply", one_apply, 10), ("nnx", one_view, 15), ("training", one_step, 14)],
 )
 def test_the_table_of_a_way_names_its_functions_in_order(page, call, length):
   calls, run = {}, call()

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
-from mpjax._matmul.blocks import MXFP8, NVFP4
-from mpjax._matmul.float8 import Float8
-from mpjax._matmul.int8 import Int8
+from mpjax._core.errors import kind_of
+from mpjax._matmul.blocks import MXFP8, NVFP4, BlockRecipe
+from mpjax._matmul.float8 import Float8, Float8Recipe
+from mpjax._matmul.int8 import Int8, Int8Recipe
 from mpjax._matmul.recipes import FORMATS, parse_recipe, recipe_of
 from tests.errors import refused
 
@@ -172,6 +173,20 @@ def test_sizes_that_a_format_does_not_multiply():
   assert why_not(Float8(scaling="block"), 1024, 8192) == "too small to gain: K=1024, N=8192"
   assert why_not(MXFP8(skip=((64, None),)), 64, 4096) == "too small to gain: K=64, N=4096"
   assert why_not(MXFP8(skip=((64, None),)), 128, 32) is None
+
+
+@pytest.mark.parametrize(
+  ("recipe", "options", "expected"),
+  [
+    (Float8Recipe, Int8(), "mpjax.Float8"),
+    (Int8Recipe, "int8", "mpjax.Int8"),
+    (BlockRecipe, None, "mpjax.Float8 or mpjax.MXFP8 or mpjax.NVFP4"),
+  ],
+)
+def test_a_recipe_refuses_the_options_of_another_format(recipe, options, expected):
+  where, got, fix = f"{recipe.__name__}(options)", kind_of(options), f"Write {recipe.__name__}"
+  with refused(TypeError, where, f"a {expected}", got, fix):
+    recipe(options)
 
 
 def test_a_recipe_fits_the_compute_dtype():

@@ -94,7 +94,7 @@ def _causes_of_arithmetic(
 
   def is_by_policy(cause: Cause, entry: Operation) -> bool:
     # A policy keeps the float32 sum of a matmul, and widens some products (docs/concepts.md).
-    is_product = cause.kind in ("matmul", "promotion") or entry.facts.role == "product"
+    is_product = cause.kind in ("matmul", "promotion") or entry.facts.acts_as == "product"
     # It also makes positions of RoPE float32, and a matmul that sums few products of an input.
     return expectations.marked and (is_product or expectations.of(entry).dtype is None)
 

@@ -450,7 +450,7 @@ def _only_backward_reads(graph: Graph, operation: Operation) -> bool:
 def _rounded_before(operation: Operation) -> Operation | None:
   """Returns the last operation in low precision before one of linear algebra."""
   # Linear algebra runs in float32, so the rounding lies before the cast of its operand.
-  if operation.facts.role != "linear algebra":
+  if operation.facts.acts_as != "linear algebra":
     return None
   seen = set[Operation]()
   # The operations nearest to it come first.

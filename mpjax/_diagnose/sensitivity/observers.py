@@ -265,7 +265,7 @@ def decides(step: Step) -> bool:
   if step.bodies or not any(map(is_inexact, step.eqn.invars)):
     return False
   # The pivots of a factorization belong to the factors that are returned with them.
-  if facts_of(step.eqn).role == "linear algebra":
+  if facts_of(step.eqn).acts_as == "linear algebra":
     return False
   return step.eqn.primitive in STEPS or not all(map(is_inexact, step.eqn.outvars))
 

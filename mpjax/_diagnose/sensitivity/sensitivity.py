@@ -216,7 +216,7 @@ def _summed(value: Value) -> set[Value]:
       continue
     found.add(one)
     made_by = one.made_by
-    if made_by is not None and (made_by.moves or made_by.casts or made_by.facts.role == "sum"):
+    if made_by is not None and (made_by.moves or made_by.casts or made_by.facts.acts_as == "sum"):
       waiting += made_by.operands
   # A function that returns an argument as it is adds nothing to it.
   return found - {value}

@@ -350,10 +350,10 @@ def _upgrade(
 
 def _cost_of(policies: Sequence[Policy], choice: Evaluation) -> tuple[float, ...]:
   """Returns how far a choice is from the preferred format: the share of float32 decides first."""
-  wide = sum(choice.shares.get(name, 0.0) for name in WIDE_FORMATS)
+  wide_share = sum(choice.shares.get(name, 0.0) for name in WIDE_FORMATS)
   levels = [policies.index(each) for each in choice.upgrades.values() if each in policies]
   # Equal shares may differ in their last bits.
-  return round(wide, 9), sum(levels), len(choice.upgrades)
+  return round(wide_share, 9), sum(levels), len(choice.upgrades)
 
 
 def _flops_of(graph: Graph, rule_paths: Mapping[str, str]) -> dict[str, int]:
