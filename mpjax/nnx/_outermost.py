@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from mpjax._autocast.boundary import Boundary, NotTraceable
 from mpjax._autocast.module_calls import array, attempts, call_rewritten
@@ -56,6 +57,9 @@ def outermost(call: Function, name: str, module: nnx.Module, args: Args, kwargs:
   def run_as_python(_: Active) -> PyTree:
     return call(module, args, kwargs)
 
+  modules, variables = parts_of((module, Boundary((args, kwargs), is_node).leaves))
+  traced = any(isinstance(variable.get_raw_value(), Tracer) for variable in variables)
+  check_modes(filter(is_view, modules), traced=traced)
   state = dataclasses.replace(calling_state(), region=Region(resolved_policy(module).policy))
   return attempts(rewrite, run_as_python, state, module_path(module))
 
@@ -93,8 +97,6 @@ def _rewritten(
   # (an `nnx.Rngs` in a dict), and what they hold.
   arguments = Boundary((args, kwargs), is_node).leaves
   modules, variables = parts_of((module, arguments))
-  for each in filter(is_view, modules):
-    check_modes(each)  # Here, because a copy leads to no model to compare with.
   attributes = [dict(vars(each)) for each in modules]
   orders = orders_of((module, arguments))
   values = [variable.get_raw_value() for variable in variables]
