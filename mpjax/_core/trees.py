@@ -132,8 +132,8 @@ def map_arrays(fun: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
   return mapped(lambda x: x if is_nnx_object(x) else fun(x), tree, is_nnx_object)
 
 
-def instances_in(value: object, cls: type[T]) -> Iterator[T]:
-  """Yields the instances of a class: `value` itself, or those in plain containers."""
+def instances_in(value: object, cls: type[T] | tuple[type[T], ...]) -> Iterator[T]:
+  """Yields the instances of classes: `value` itself, or those in plain containers."""
   if isinstance(value, cls):
     yield value
   elif isinstance(value, (tuple, list, Mapping)):

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
 
 import flax.linen as nn
@@ -16,16 +16,17 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_direct_transform
 
-from mpjax._autocast.boundary import Boundary, InDtype, check_returned
+from mpjax._autocast.boundary import Boundary, InDtype, NotTraceable, check_returned
 from mpjax._autocast.module_calls import (
   array,
   attempts,
   begins_trace,
   call_rewritten,
+  in_compute_dtype,
   module_call,
   with_own_dtypes,
 )
-from mpjax._core.trees import instances_in, mapped
+from mpjax._core.trees import instances_in, mapped, same_objects
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
 from mpjax._policy.active import ACTIVE, Region, outside_policies
 from mpjax._policy.policy import Policy
@@ -114,12 +115,17 @@ def intercept(
     state = dataclasses.replace(state, of_root=resolved.inherited())
   if is_setup:  # Calls in `setup` belong to it, and are not traced by themselves.
     state = dataclasses.replace(state, again=[], tracing=True)
-  # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw other
-  # numbers.
-  if initializing or is_setup or not begins_trace(active, resolved.policy, path):
+  # In `init` the outermost call begins attempts, but no trace.
+  is_attempt = initializing and state.failed is not None
+  if is_setup or is_attempt or not begins_trace(active, resolved.policy, path):
     return run(state)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
   rewrite = functools.partial(_rewritten, module, bound.func, args, kwargs, resolved.policy)
+  if initializing:
+    try:
+      return rewrite(state)
+    except NotTraceable:
+      return run(state)
   state = dataclasses.replace(state, region=Region(resolved.policy))
   return attempts(rewrite, run, state, module_path(state, module))
 
@@ -149,11 +155,17 @@ def _rewritten(
     active: the state of the call.
   """
   has_modules = next(instances_in((args, kwargs), nn.Module), None) is not None
+  initializing = module.is_initializing()
 
   # Raises an error if the method cannot be traced. It does so here, because Flax counts the names
   # of submodules when it has lifted a method, and the method is to be called again.
   @functools.wraps(method)
   def checked(*args: Any, **kwargs: Any) -> PyTree:
+    if initializing:
+      outputs = method(*args, **kwargs)
+      if next(instances_in(outputs, (nn.Module, nn.Variable)), None) is not None:
+        raise NotTraceable("returns a module or variable, which Flax does not lift")
+      return outputs
     before = Boundary((args, kwargs), lambda x: isinstance(x, nn.Module)).contents()
     outputs = method(*args, **kwargs)
     # Consume the generator: it raises NotTraceable for changes that cannot be copied back.
@@ -200,17 +212,25 @@ def _rewritten(
             own.put_variable("intermediates", name, captured[:-1])
           # The result of our interceptor, before interceptors of the user's. Without one, the
           # method's own.
-          return (*again.outputs, outputs)[0], repack_fn(scope)
+          created = [each.variables() for each in jax.tree.leaves(scope)]
+          repacked = repack_fn(scope)
+          if initializing:
+            repacked = [[_as_created(each, created) for each in group] for group in repacked]
+          return (*again.outputs, outputs)[0], repacked
 
         def stored(returned: tuple[PyTree, PyTree]) -> PyTree:
           return returned[0], tuple(map(_in_stored_dtypes, returned[1], groups))
 
+        # `init` draws parameters. A rewritten trace would draw them in another dtype, and so draw
+        # other numbers.
+        if initializing:
+          return traced(*operands)
         traced.__name__ = type(module).__name__
         return call_rewritten(traced, operands, active, policy, lambda _: inputs, stored)
 
       try:
         # Not in `attempts`: Flax counts the names of submodules when it has lifted a method.
-        return with_own_dtypes(attempt, active)
+        return (in_compute_dtype if initializing else with_own_dtypes)(attempt, active)
       except BaseException:
         restore_counts()
         raise
@@ -220,6 +240,17 @@ def _rewritten(
     return lift.pack(inner, filters, filters, (True,), name="policy")(scopes)
 
   return lift_direct_transform(lifted, (checked,), module, *args, **kwargs)
+
+
+def _as_created(variables: Variables, created: Iterable[Variables]) -> Variables:
+  """Returns the variables of a lifted scope, which Flax has sorted, in the order of creation."""
+  found = {}
+  for col, tree in variables.items():
+    # Flax leaves out scopes that are parts of others, so look for the same leaves.
+    originals = (each[col] for each in created if col in each)
+    original = next((x for x in originals if same_objects(*map(jax.tree.leaves, (x, tree)))), tree)
+    found[col] = in_order(tree, original)
+  return found
 
 
 def applied(
