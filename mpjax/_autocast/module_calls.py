@@ -318,6 +318,14 @@ class ModuleCall(NamedTuple):
     """Returns the result of the method, or of a step of a generator, in its dtype."""
     if isinstance(outputs, types.GeneratorType):  # Its body runs later.
       return self._steps(outputs)
+    # An audit counts the cast of a result to the module, to which a rule for it applies too.
+    audited = contextlib.nullcontext()
+    if AUDIT.value is not None:
+      audited = jax.named_scope(MODULE + self.path)
+    with audited:
+      return self._in_its_dtype(outputs)
+
+  def _in_its_dtype(self, outputs: PyTree) -> PyTree:
     policy = self.resolved.policy
     if policy is None:
       return outputs
