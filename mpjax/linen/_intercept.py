@@ -193,7 +193,7 @@ def _rewritten(
       # copies, which belong to the trace.
       given = (copied_args, copied_kwargs) if has_modules else (args, kwargs)
       parameters, rest = groups
-      operands = (*mapped(array, (parameters, (rest, rngs))), *given)
+      operands: Args = (*mapped(array, (parameters, (rest, rngs))), *given)
       inputs = Boundary(operands[1:]).leaves
 
       def attempt(active: LinenActive) -> PyTree:

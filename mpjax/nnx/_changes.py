@@ -1,7 +1,7 @@
 """Copy the changes of a call from the modules of a view to the user's modules."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -83,7 +83,7 @@ def copy_changes(module: nnx.Pytree, before: Mapping[str, Any], models: Models) 
   for name, new in changed:
     if isinstance(new, Mapping) and LINK in new:
       # NNX notes which attributes are data. The user's module has no link.
-      new = type(new)({key: x for key, x in new.items() if key != LINK})
+      new = cast(Any, type(new))({key: x for key, x in new.items() if key != LINK})
     old, theirs = held.get(name), models.behind(new)
     if _is_plain(new) or theirs is not new:
       setattr(model, name, theirs)
