@@ -35,7 +35,8 @@ def with_policy(
   Args:
     model: a Linen module, an NNX module, or a function of arrays. For Haiku pass
       `transformed.apply`, for Equinox a function that calls the model.
-    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"). With None only rules apply.
+    policy: a `mpjax.Policy` or its string ("mixed_bfloat16"). With None only rules apply, and
+      without rules the model computes as it is written, so that a flag can switch the policy off.
     rules: the first rule that matches a module wins. For a function their paths are those of
       `jax.named_scope`.
     unmatched: "raise", "warn" or "ignore", for a rule of a model that matches no module.

@@ -13,6 +13,7 @@ from flax import nnx
 import mpjax
 from mpjax._policy.active import ACTIVE
 from tests.errors import refused
+from tests.programs import bits
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 16).reshape(2, 8)
@@ -55,6 +56,29 @@ def test_rules_and_options_are_passed_on():
   assert mpjax.with_policy(fun, None) is fun
   low_exp = mpjax.with_policy(fun, "c=bf16", ops=mpjax.OpLists().replace(half=["exp"]))
   assert "bf16[2,2] = exp" in str(jax.make_jaxpr(low_exp)(W, X))
+
+
+@pytest.mark.standard_promotion("dtypes")
+def test_without_a_policy_and_rules_a_model_computes_as_it_is_written():
+  x = jnp.ones((4, 8))
+  # A hard-coded dtype, which every policy would replace.
+  module = nn.Sequential([nn.Dense(32, dtype=jnp.bfloat16), nn.Dense(2)])
+  rngs = nnx.Rngs(0)
+  model = nnx.Sequential(
+    nnx.Linear(8, 32, dtype=jnp.bfloat16, rngs=rngs), nnx.Linear(32, 2, rngs=rngs)
+  )
+  plain, off = (each.init(KEY, x) for each in (module, mpjax.with_policy(module, None)))
+  assert bits(off) == bits(plain)
+
+  def jaxprs(wrapped, wrapped_model):
+    return str(jax.make_jaxpr(wrapped.apply)(plain, x)), str(jax.make_jaxpr(wrapped_model)(x))
+
+  written = jaxprs(module, model)
+  assert jaxprs(mpjax.with_policy(module, None), mpjax.with_policy(model, None)) == written
+  with mpjax.policy_scope(None):
+    assert jaxprs(module, model) == written
+  for each in written:
+    assert "bf16" in each
 
 
 class Pretrained:

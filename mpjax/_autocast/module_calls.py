@@ -103,6 +103,26 @@ def with_own_dtypes(attempt: Callable[[S], R], state: S) -> R:
       state = dataclasses.replace(state, keeping=state.keeping | error.classes)
 
 
+def in_compute_dtype(attempt: Callable[[S], R], state: S) -> R:
+  """Returns `attempt(state)`, with classes of modules that raise in float32 in the compute dtype.
+
+  If a class raises in both dtypes, the caller gets the first error.
+  """
+  first: Exception | None = None
+  # Names are compared, since a class that the call itself defines is a new one in each attempt.
+  names = {cls.__qualname__ for cls in state.casting}
+  while True:
+    failed: list[Class] = []
+    try:
+      return attempt(dataclasses.replace(state, failed=failed))
+    except REFUSALS as error:
+      first = first or error
+      if not failed or failed[0].__qualname__ in names:
+        raise first from None
+      names.add(failed[0].__qualname__)
+      state = dataclasses.replace(state, casting=state.casting | {failed[0]})
+
+
 def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
   """Returns the result of a call of a module, traced if possible and otherwise run as Python.
 
@@ -319,6 +339,14 @@ class ModuleCall(NamedTuple):
     """Returns the result of the method, or of a step of a generator, in its dtype."""
     if isinstance(outputs, types.GeneratorType):  # Its body runs later.
       return self._steps(outputs)
+    # An audit counts the cast of a result to the module, to which a rule for it applies too.
+    audited = contextlib.nullcontext()
+    if AUDIT.value is not None:
+      audited = jax.named_scope(MODULE + self.path)
+    with audited:
+      return self._in_its_dtype(outputs)
+
+  def _in_its_dtype(self, outputs: PyTree) -> PyTree:
     policy = self.resolved.policy
     if policy is None:
       return outputs
@@ -373,8 +401,9 @@ def _note_module(error: Exception, path: str, name: str, policy: str) -> None:
   rule = f" mpjax.Rule(None, path={path!r}) leaves the module as it is." if path else ""
   advice = (
     "If it is about dtypes, the module mixes them where jax.numpy would promote: cast there, and "
-    "start a loop in the dtype that its body returns (x.dtype). For a kernel "
-    f'that takes low precision alone put mpjax.Rule("bfloat16", path={path!r}) before other rules. '
+    "start a loop in the dtype that its body returns (x.dtype). A kernel that takes low precision "
+    "alone is called as mpjax.low_precision(kernel)(x), and where the policy computes in float32, "
+    f'put mpjax.Rule("bfloat16", path={path!r}) before other rules. '
     'Or choose another kernel: jax.nn.dot_product_attention(implementation="xla") takes float32.'
     f"{rule}"
   )

@@ -459,7 +459,8 @@ class ModuleRecord:
       close = sorted(self.classes)[:3] if sought is None else nearest(sought, paths)
       text = f"The nearest {kind} paths: {', '.join(map(repr, close))}."
       if kind == "module" and sought is not None:
-        text += " Rules select modules, not parameters."
+        text += " Rules select modules, not parameters: a float32 matmul of a parameter `w` is "
+        text += "mpjax.full_precision(jnp.matmul)(x, w)."
       if any(path.endswith(f"/{sought}") for path in paths):
         text += f' Paths begin at the root: "**/{sought}" is at any depth.'
     # Profiles and reports of Flax begin paths with the name or the class of the root. Users copy

@@ -38,7 +38,7 @@ def policy_scope(
   their traces. A scope that contains another scope does not have to run a module itself.
 
   Args:
-    policy: as for `with_policy`.
+    policy: as for `with_policy`, None too.
     rules: as for `with_policy`, with paths relative to each root.
     unmatched: "raise", "warn" or "ignore": what to do about a scope under which nothing ran, and
       about a rule that picks out no module.

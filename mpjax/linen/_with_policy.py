@@ -15,6 +15,7 @@ import jax
 from flax.core import FrozenDict
 from flax.core.scope import CollectionFilter
 
+from mpjax._autocast.module_calls import in_compute_dtype
 from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.frameworks import not_a_model
 from mpjax._core.leaves import node_paths
@@ -24,7 +25,7 @@ from mpjax._io.used_dtypes import store_as_used
 from mpjax._policy.active import outside_policies
 from mpjax._policy.policy import PolicyLike
 from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, parse_config
-from mpjax.linen._active import begin, current
+from mpjax.linen._active import LinenActive, begin, current
 from mpjax.linen._initialize import abstract
 from mpjax.linen._intercept import activate, applied, under
 
@@ -220,7 +221,8 @@ class PolicyModule(_Module):
   ) -> tuple[PyTree, dict[str, Any]]:
     """Return the model's output, cast to `output_dtype`, and the variables of `init`.
 
-    The output is computed in float32, as everything in `init` is.
+    The output is computed in float32, as everything in `init` is, except in modules that raise in
+    float32.
 
     Args:
       rngs: as for `init`, and so are the others.
@@ -421,15 +423,21 @@ def _initialized(
   The check traces `traced` instead, if the method also returns an output: that may have a type
   which JAX does not know.
   """
+
+  def started(call: Function, state: LinenActive) -> PyTree:
+    with activate(state):
+      return call()
+
+  # Both begin anew for each attempt: a module that raised has left variables behind.
+  run, check = (functools.partial(fn, rngs, *args, **kwargs) for fn in (init, traced or init))
   # While a record is active, JAX finds no function that was compiled before, so all modules are
   # called. It must be active in this abstract trace only, or nothing would ever be reused.
   record = ModuleRecord(config)
   if config.rules:
-    with activate(begin(config, record=record)):
-      abstract(functools.partial(traced or init, rngs, *args, **kwargs))
+    checked = functools.partial(started, functools.partial(abstract, check))
+    in_compute_dtype(checked, begin(config, record=record))
   record.check("that init passed", 3)
-  with activate(begin(config)):
-    return init(rngs, *args, **kwargs)
+  return in_compute_dtype(functools.partial(started, run), begin(config))
 
 
 def _with_params(variables: Variables, params: Params) -> Variables:

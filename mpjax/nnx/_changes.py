@@ -1,13 +1,13 @@
 """Copy the changes of a call from the modules of a view to the user's modules."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
 
 from mpjax.nnx._graph import CONTAINERS, is_node
-from mpjax.nnx._link import LINK, forget_mode, is_view, model_of, user_class
+from mpjax.nnx._link import LINK, is_view, model_of, note_mode, user_class
 
 _MISSING = object()
 
@@ -81,11 +81,13 @@ def copy_changes(module: nnx.Pytree, before: Mapping[str, Any], models: Models) 
     if held.get(name) is models.get(before[name], before[name]):
       delattr(model, name)
   for name, new in changed:
+    if isinstance(new, Mapping) and LINK in new:
+      # NNX notes which attributes are data. The user's module has no link.
+      new = cast(Any, type(new))({key: x for key, x in new.items() if key != LINK})
     old, theirs = held.get(name), models.behind(new)
     if _is_plain(new) or theirs is not new:
       setattr(model, name, theirs)
-      # Both have the new mode, so there is nothing to compare any more.
-      forget_mode(module, name)
+      note_mode(module, name)
     elif old is before.get(name) and type(new) is type(old):
       # Both held this list or dict, and NNX replaced that of the view by a copy. Put the content
       # into the original, which other code of the user's may hold. Other objects that a call sets

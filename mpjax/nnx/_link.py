@@ -1,8 +1,10 @@
 """The policy of a view's module, and the link to the user's module behind it."""
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import jax
 from flax import nnx
 
 from mpjax._core.errors import MpjaxRuntimeError
@@ -17,22 +19,26 @@ LINK = "_mpjax_link"
 """The attribute that holds the `Link` of a module. Lists and dicts of a view have none."""
 
 
+@jax.tree_util.register_pytree_node_class
 class Link:
   """The way from a module of a view to the user's module.
 
   NNX copies a module with its attributes, so a copy has the link of its original. A link therefore
   knows which module it belongs to. From a copy it leads nowhere.
 
+  It is a pytree node without leaves, because JAX compares the structure of a view at each call that
+  takes it. A function that was traced before is traced again if a mode of the model has changed.
+
   Attributes:
     path: the path of the module in the model, for rules and errors.
     view: a weak reference to the module of the view; None in a copy by pickle.
     model: one to the user's module; likewise.
-    modes: the modes of the user's module (`deterministic`, say) when the view was created, without
-      those that were set on the view since.
+    modes: the modes of the user's module (`deterministic`, say) when those of the view's were last
+      set: when the view was created, or since.
   """
 
-  # Links are static attributes, so JAX's caches keep them for as long as the program runs. Strong
-  # references would keep every model and its arrays alive.
+  # JAX's caches keep structures for as long as the program runs. Strong references would keep every
+  # model and its arrays alive.
   def __init__(
     self, path: str, view: nnx.Pytree | None = None, model: nnx.Pytree | None = None
   ) -> None:
@@ -43,17 +49,39 @@ class Link:
     # Without the modes that the module leaves unset.
     self.modes = {x: flag for x in _layers.MODES if isinstance(flag := attributes.get(x), bool)}
 
-  # JAX compares graph definitions. Another view of the same model must not be compiled again, so
-  # all links are equal.
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Link)
+  def changed(self, *copies: nnx.Pytree) -> list[str]:
+    """Returns the modes in which the user's module has left the view's, and copies of it.
 
-  def __hash__(self) -> int:
-    return 0
+    A mode of the view that was set to another one than that of the model is its own, and so is one
+    that was set on the copy.
+    """
+    model, view = (None if x is None else x() for x in (self.model, self.view))
+    if model is None or view is None:
+      return []
+    return [
+      x
+      for x, flag in self.modes.items()
+      if vars(model).get(x) is not flag and all(vars(y).get(x) is flag for y in (view, *copies))
+    ]
+
+  def tree_flatten(self) -> tuple[tuple[()], "_Structure"]:
+    return (), _Structure(self, tuple(self.changed()))
+
+  @classmethod
+  def tree_unflatten(cls, structure: "_Structure", _: object) -> "Link":
+    return structure.link
 
   # A weak reference cannot be copied or pickled, and the link of a copy leads nowhere.
   def __reduce__(self) -> tuple[Callable[[str], "Link"], tuple[str]]:
     return Link, (self.path,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+  """What JAX compares of a link: another view of the same model must not be compiled again."""
+
+  link: Link = dataclasses.field(compare=False)
+  changed: tuple[str, ...]
 
 
 def is_view(module: object) -> bool:
@@ -86,23 +114,31 @@ def module_path(module: nnx.Pytree) -> str:
   return type(module).__name__ if link is None else link.path
 
 
-def check_modes(module: nnx.Pytree) -> None:
-  """Raises MpjaxRuntimeError if a mode was set on the user's module alone after `with_policy`."""
-  # That is what `model.eval()` does: the view would go on training. A mode that was set on the view
-  # is its own: a view for evaluation stays one while the model goes on training.
-  model = model_of(module)
-  if model is None:
-    return
-  link, now = vars(module)[LINK], vars(model)
-  for name, flag in link.modes.items():
-    if now.get(name) is not flag:
+def check_modes(modules: Iterable[nnx.Pytree], *, traced: bool) -> None:
+  """Raises MpjaxRuntimeError if a mode of the user's module has changed since that of the view's.
+
+  `model.eval()` does that: the view would go on training.
+
+  Args:
+    modules: the modules of a view.
+    traced: whether they may be copies that a transform such as `nnx.jit` has made of the view. Any
+      other copy is a model of its own.
+  """
+  for module in modules:
+    link = vars(module).get(LINK)
+    if link is None or not (traced or model_of(module) is not None):
+      continue
+    for name in link.changed(module):
+      flag = link.modes[name]
       where = f"{link.path or 'the root'} ({type(module).__name__}) of a view of mpjax.with_policy"
-      expected = "no mode of the model to change after the view was created"
-      got = f"{name}={now.get(name)} on the model, and {name}={flag} still on the view"
-      fix = "Write view.eval() or view.train(), once, or make a new view."
+      expected = "no mode of the model to change after that of the view was set"
+      got = f"{name}={not flag} on the model, and {name}={flag} still on the view"
+      fix = "Write view.eval() or view.train(), or make a new view."
       raise MpjaxRuntimeError(where, expected=expected, got=got, fix=fix)
 
 
-def forget_mode(module: nnx.Pytree, name: str) -> None:
-  """Stops comparing a mode of a view's module with that of the user's, since it was set on both."""
-  vars(module)[LINK].modes.pop(name, None)
+def note_mode(module: nnx.Pytree, name: str) -> None:
+  """Notes the mode of the user's module as that of the view's module is set."""
+  model, modes = model_of(module), vars(module)[LINK].modes
+  if name in modes and model is not None:
+    modes[name] = vars(model).get(name)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from mpjax._autocast.boundary import Boundary, NotTraceable
 from mpjax._autocast.module_calls import array, call_rewritten
@@ -31,7 +32,7 @@ from mpjax.nnx._graph import (
   put_in_order,
   rebound,
 )
-from mpjax.nnx._link import check_modes
+from mpjax.nnx._link import check_modes, is_view
 
 _TAG = "mpjax.policy"
 """The name of the context in which NNX maps each copy to its original."""
@@ -79,8 +80,9 @@ def rewritten(
   # (an `nnx.Rngs` in a dict), and what they hold.
   arguments = Boundary((args, kwargs), is_node).leaves
   modules, variables = parts_of((module, arguments))
-  for each in modules:
-    check_modes(each)  # Here, because a copy leads to no model to compare with.
+  # Here, because a copy leads to no model to compare with.
+  traced = any(isinstance(variable.get_raw_value(), Tracer) for variable in variables)
+  check_modes(filter(is_view, modules), traced=traced)
   attributes = [dict(vars(each)) for each in modules]
   orders = orders_of(modules)
   values = [variable.get_raw_value() for variable in variables]

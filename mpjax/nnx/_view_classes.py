@@ -22,12 +22,13 @@ from mpjax._policy.rules import ModulePolicy, policy_text, rewrites
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
 from mpjax.nnx._link import (
+  LINK,
   POLICY,
   check_modes,
-  forget_mode,
   is_view,
   model_of,
   module_path,
+  note_mode,
   resolved_policy,
   user_class,
 )
@@ -90,15 +91,12 @@ class _ViewModule:
     model = model_of(self)
     if model is None:
       return
-    # A mode that is set on the view is its own from now on. Otherwise each call after `view.eval()`
-    # would raise, since the model has another mode.
-    if isinstance(value, bool):
-      forget_mode(self, name)
     # A variable that a call creates, such as a cache, is also set on the user's module, and so is a
     # flag. Many steps create a view each time, and with it these would be lost.
     in_call = active is not None and not isinstance(value, nnx.Pytree)
     if in_call or isinstance(value, (nnx.Variable, jax.Array)):
       setattr(model, name, value)
+    note_mode(self, name)
 
   def __delattr__(self: Any, name: str) -> None:
     model, gone = model_of(self), vars(self).get(name)
@@ -130,6 +128,8 @@ def _check_set(module: nnx.Pytree, name: str, value: object) -> None:
 
 
 def _with_policy_of(module: nnx.Module, text: str) -> str:
+  # NNX shows an attribute on a line of its own, and also the links, because they are data to it.
+  text = "".join(line for line in text.splitlines(keepends=True) if f"{LINK}=" not in line)
   return f"with_policy({text}, {policy_text(resolved_policy(module).policy)})"
 
 
@@ -187,7 +187,7 @@ def _method(name: str, own: Any, resolved: ModulePolicy) -> Function:
     path = module_path(self)
 
     def call(module: nnx.Module, args: Args, kwargs: Kwargs) -> PyTree:
-      check_modes(module)
+      check_modes([module], traced=False)
       # `module` is `self`, or its copy in the trace of the outermost call.
       called = module_call(module, path, resolved, calling_state(), _layers.LAYERS)
       outputs = called.run(own.__get__(module, type(module)), args, kwargs)

@@ -113,7 +113,7 @@ def with_policy(
         object.__setattr__(copy, name, value)
     # A link in an `nnx.List` would be one of its items.
     if not isinstance(module, CONTAINERS):
-      object.__setattr__(copy, LINK, Link(_text(path), copy, module))
+      nnx.Pytree.__setattr__(copy, LINK, nnx.data(Link(_text(path), copy, module)))
   record.check("of the model", 2)
   return view
 

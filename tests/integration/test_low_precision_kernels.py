@@ -1,10 +1,14 @@
 """Models with a kernel that takes nothing but low precision, in Linen and in NNX."""
 
+import contextlib
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mpjax
 from tests import programs
 from tests.models import catalogue
 from tests.models.kernels import (
@@ -59,3 +63,24 @@ def test_a_kernel_gets_low_precision_as_by_hand(kernel, framework, half, monkeyp
     exact = call_of(framework, attention_block(any_attention))
     want, got = programs.run(lambda params: (exact(params), ours(params)), params)
     assert programs.relative_error(got, np.asarray(want)) < 4 * EPS[half]
+
+
+@pytest.mark.parametrize("kernel", [half_attention, cudnn_attention])
+@pytest.mark.parametrize("how", ["with_policy", "scope"])
+def test_init_of_linen_calls_a_kernel_in_low_precision(kernel, how, monkeypatch):
+  # Abstractly, because cuDNN runs on GPUs alone.
+  pretend_cudnn(monkeypatch)
+  models = {
+    "own": (attention_block(kernel).linen(None), attention_block(any_attention).linen(None)),
+    "flax": [
+      nn.MultiHeadDotProductAttention(2, attention_fn=lambda q, k, v, fn=fn, **_: fn(q, k, v))
+      for fn in (kernel, any_attention)
+    ],
+  }
+  for model, exact in models.values():
+    shapes = jax.eval_shape(exact.init, jax.random.key(0), X)
+    with pytest.raises(NotImplementedError, match="must be fp16/bf16"):
+      jax.eval_shape(model.init, jax.random.key(0), X)
+    init = mpjax.with_policy(model, "mixed_bfloat16").init if how == "with_policy" else model.init
+    with mpjax.policy_scope("mixed_bfloat16") if how == "scope" else contextlib.nullcontext():
+      assert jax.eval_shape(init, jax.random.key(0), X) == shapes

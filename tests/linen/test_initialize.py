@@ -106,6 +106,73 @@ def test_initial_values_are_drawn_in_float32(way):
     assert bits(drawn) != bits(nn.initializers.lecun_normal()(KEY, (8, 4)).astype(half))
 
 
+class TakesHalfAlone(nn.Module):
+  """Draws a parameter and a mask before a kernel that refuses float32, and a parameter after it."""
+
+  kernel: Any
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dropout(0.5, deterministic=False)(x * self.param("before", nn.initializers.normal(), 8))
+    self.sow("masks", "mask", x != 0)
+    y = nn.Dense(8)(self.kernel(nn.Dense(8)(x)))
+    return y + self.param("after", nn.initializers.normal(), 8)
+
+
+def half_alone(x):
+  if x.dtype == jnp.float32:
+    raise NotImplementedError("this kernel takes low precision alone")
+  return x
+
+
+def attends(kernel):
+  def body(_, x):
+    x = nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+    return nn.Dense(3)(x + TakesHalfAlone(kernel, name="attention")(x))
+
+  return Does(body)
+
+
+RULES_OF_KERNEL = {
+  "": [],
+  "advised": [Rule("bfloat16", path="**/attention")],
+  "whole": [Rule("c=bf16", path="**/attention", rewrite=False)],
+}
+
+
+@pytest.mark.parametrize("rules", RULES_OF_KERNEL)
+@pytest.mark.parametrize("way", ["wrapper", "jit", "eval_shape", "output"])
+def test_init_calls_a_module_that_raises_in_float32_in_its_compute_dtype(way, rules):
+  rules = RULES_OF_KERNEL[rules]
+  keys = {"params": KEY, "dropout": jax.random.key(1)}
+
+  def init_by(way, kernel):
+    found = with_policy(attends(kernel), "mixed_bfloat16", rules)
+    if way == "output":
+      return found.init_with_output(keys, X)[1]
+    transform = {"jit": jax.jit, "eval_shape": lambda fn: functools.partial(jax.eval_shape, fn)}
+    return transform.get(way, lambda fn: fn)(found.init)(keys, X)
+
+  # Drawn once, from the same keys as with a kernel that takes float32.
+  wanted, found = init_by(way, lambda x: x), init_by(way, half_alone)
+  if way == "eval_shape":
+    assert found == wanted
+    return
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  for col in ("params", "masks"):
+    assert bits(found[col]) == bits(wanted[col])
+
+
+@pytest.mark.parametrize("way", ["wrapper", "scope"])
+def test_init_shows_the_first_error_of_a_module_that_raises_in_both_dtypes(way):
+  def refuses(x):
+    raise NotImplementedError(f"got {x.dtype}")
+
+  with pytest.raises(NotImplementedError, match="got float32") as error:
+    init(way, attends(refuses), "mixed_bfloat16", X)
+  assert "mpjax.low_precision" in error.value.__notes__[0]
+
+
 @WAYS
 def test_what_init_computes_from_results_is_that_of_the_model(way):
   # A module that has an output dtype by a rule rounds nothing that others start from.

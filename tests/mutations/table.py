@@ -1036,6 +1036,27 @@ mpjax/_autocast/origins.py::deciding
 - tuple(atom for atom, origin in pairs if not origin.product)
 + tuple(atom for atom, origin in pairs)
 tests/autocast/test_origins.py::test_a_gate_that_several_blocks_share_leaves_the_stream_in_low_precision
+
+mpjax/_autocast/module_calls.py::in_compute_dtype
+
+137 init fails for a model whose kernel refuses float32
+- state.casting | {failed[0]}
++ state.casting
+tests/linen/test_initialize.py::test_init_calls_a_module_that_raises_in_float32_in_its_compute_dtype
+
+mpjax/nnx/_link.py::Link.tree_flatten
+
+138 a function that was traced before runs a view whose model alone evaluates
+- tuple(self.changed())
++ ()
+::test_a_mode_that_was_set_on_the_model_alone_is_an_error
+
+mpjax/nnx/_link.py::note_mode
+
+139 a mode of a view that was set once is never compared with that of the model again
+- modes[name] = vars(model).get(name)
++ del modes[name]
+::test_a_mode_of_the_model_alone_is_an_error_also_if_that_of_the_view_was_set_before
 """
 
 MUTATIONS = parsed(TABLE)

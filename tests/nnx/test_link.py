@@ -36,8 +36,17 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
   model = drops()
   view = with_policy(model, "mixed_bfloat16")
   training = view(X)
+  # Transforms call a copy of the view, and have traced it before.
+  jitted, of_trees = (nnx.jit(lambda view, x: view(x), graph=graph) for graph in (True, False))
+  given = [
+    lambda x: jitted(view, x),
+    lambda x: of_trees(view, x),
+    lambda x: nnx.grad(lambda view: view(x).sum())(view),
+  ]
+  for call in given:
+    call(X)
   model.eval()
-  for call in (view, jax.jit(lambda x: view(x))):  # Its very call, and one inside of jit.
+  for call in (view, jax.jit(lambda x: view(x)), *given):
     with refused(
       RuntimeError,
       "drop (Dropout) of a view of mpjax.with_policy",
@@ -50,6 +59,49 @@ def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
   np.testing.assert_array_equal(view(X), with_policy(model, "mixed_bfloat16")(X))
   view.train()  # What was said of the view counts.
   assert not np.array_equal(view(X), training)
+
+
+def test_a_mode_of_the_model_alone_is_an_error_also_if_that_of_the_view_was_set_before():
+  model = drops()
+  view = with_policy(model, "mixed_bfloat16")
+  call = nnx.jit(lambda view, x: view(x))
+  view.eval()
+  view.train()
+  call(view, X)
+  model.eval()
+  for each in (view, lambda x: call(view, x)):
+    with refused(RuntimeError, "drop (Dropout)", "no mode", "still on the view", "view.eval()"):
+      each(X)
+
+
+def test_a_copy_of_a_view_is_a_model_of_its_own():
+  model = drops()
+  view = with_policy(model, "mixed_bfloat16")
+  copies = [nnx.clone(view), nnx.merge(*nnx.split(view))]
+  evaluates = nnx.jit(lambda view, x: (view.eval(), view(x))[1])
+  model.eval()
+  for copy in copies:
+    copy(X)
+  # A mode that is set inside of the transform counts: no mask is drawn.
+  view.eval()
+  np.testing.assert_allclose(evaluates(view, X), view(X), rtol=1e-5)  # XLA fuses what it jits.
+  view.train()
+  copy = nnx.clone(view)
+  np.testing.assert_array_equal(evaluates(copy, X), evaluates(copy, X))
+
+
+def test_another_view_of_the_model_is_not_traced_again():
+  model, traces = drops(), []
+
+  def call(view, x):
+    traces.append(1)
+    return view(x)
+
+  for transform in (nnx.jit, jax.jit):
+    jitted = transform(call)
+    for _ in range(2):
+      jitted(with_policy(model, "mixed_bfloat16"), X)
+  assert len(traces) == 2
 
 
 def test_a_flag_that_is_no_mode_is_no_error():

@@ -30,6 +30,7 @@ def test_half_parameters_warn_once_and_train_in_float32():
   assert len(caught) == 1
   assert "['w']" in str(caught[0].message)
   assert "master_weights" in str(caught[0].message)
+  assert "Frozen parameters lose nothing" in str(caught[0].message)
   assert caught[0].filename == __file__
   moments = state.inner_state[0]
   assert {x.dtype.name for x in jax.tree.leaves((moments.mu, moments.nu))} == {"float32"}

@@ -283,7 +283,8 @@ def unmatched_error(rule, classes=CLASSES):
 def test_the_error_for_a_rule_that_matches_nothing():
   of_classes = "The model's classes: Attention, Dense, Encoder, Net."
   similar = "The nearest module paths: 'encoder/attention', 'encoder', 'encoder/mlp'. Rules select "
-  similar += "modules, not parameters."
+  similar += "modules, not parameters: a float32 matmul of a parameter `w` is "
+  similar += "mpjax.full_precision(jnp.matmul)(x, w)."
   for rule, near in (
     (Rule(None, path="encoder/atention"), similar),
     (Rule(None, path=re.compile("decodr")), "The nearest module paths: 'decoder', "),

@@ -125,7 +125,10 @@ def _check_result(out: PyTree, model_state: PyTree) -> None:
     fix = "Rename them: the step adds its own metrics to this dict."
     raise MpjaxValueError(f"{where}: metrics", expected=expected, got=str(bad), fix=fix)
   expected = "the structure, shapes and dtypes that it was given"
-  fix = "Return the entire new state, cast to the dtypes of the old one."
+  fix = (
+    "Return the entire new state, cast to the dtypes of the old one. A collection that `sow` fills "
+    "(such as 'losses' or 'intermediates') is a result and no state: leave it out of model_state."
+  )
   check_alike(new_state, model_state, f"{where}: model_state", expected=expected, fix=fix)
   # Here, because JAX refuses a loss that is no array, and `trace_loss` counts on one leaf.
   loss, where = out[0], f"{where}: the loss"

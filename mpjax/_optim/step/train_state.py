@@ -156,6 +156,9 @@ def _check_trained(params: Params, where: str) -> None:
   else:
     got = kind_of(params) if params is None or framework_of(params) == "Linen" else None
   if got is not None:
-    fix = 'Pass variables["params"], and the other collections as model_state.'
+    fix = (
+      'Pass variables["params"], and the other collections as model_state, without those that '
+      "`sow` fills."
+    )
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   refuse_integers(params, where)

@@ -448,7 +448,8 @@ def _warn_of_half(params: Params, inner_state: OptState) -> None:
       f"precision (the first: {key_text(half[0])}), where updates smaller than the rounding are "
       "lost. Store them in float32 (a policy casts them where they are used), keep a "
       "float32 copy in the optimizer state with mpjax.master_weights(inner), or round "
-      'stochastically with mpjax.apply_updates(..., rounding="stochastic").',
+      'stochastically with mpjax.apply_updates(..., rounding="stochastic"). Frozen parameters lose '
+      "nothing: leave them out of params, or filter this warning.",
       UserWarning,
       stacklevel=3,
     )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax._core.leaves import path_text
@@ -287,3 +288,42 @@ def test_the_cure_is_a_rule_of_linen_that_cures(model, shape, path):
   assert path in line
   assert rule.policy == mpjax.Policy.parse("float32_highest")
   assert not found(rule)
+
+
+class Looks(nn.Module):
+  """A table whose rows are rounded at its end, and a layer."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(8, name="last")(nn.Embed(4, 8, name="table")(x))
+
+
+class LooksNnx(nnx.Module):
+  def __init__(self):
+    self.table = nnx.Embed(4, 8, rngs=nnx.Rngs(0))
+    self.last = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.last(self.table(x))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_the_cure_of_a_layer_whose_result_overflows_is_a_rule_for_it(framework):
+  ids = jnp.arange(2)
+  variables = Looks().init(jax.random.key(0), ids)
+  variables["params"]["table"]["embedding"] = jnp.full((4, 8), 1e6)
+  model = LooksNnx()
+  model.table.embedding[...] = jnp.full((4, 8), 1e6)
+
+  def found(*rules):
+    if framework == "nnx":
+      return mpjax.find_nonfinite(mpjax.with_policy(model, "mixed_float16", rules))(ids)
+    policied = mpjax.with_policy(Looks(), "mixed_float16", rules)
+    return mpjax.find_nonfinite(policied.apply)(variables, ids)
+
+  rules = []
+  for layer in ("table", "last"):  # The next layer casts the large result that the table returns.
+    line = found(*rules).cure.partition("  #")[0]
+    assert line == f'mpjax.Rule("float32_highest", path="**/{layer}")'
+    rules.append(eval(line, {"mpjax": mpjax}))
+  assert not found(*rules)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ import pytest
 import mpjax
 from mpjax._optim.step.traced_loss import OUR_METRICS
 from tests.errors import refused
+from tests.linen.probes import Does
 from tests.optim.losses import loss_of, over_devices, product, returning
 from tests.optim.steps import gradients
 
@@ -67,6 +69,39 @@ def test_a_model_state_that_changes_its_type(k):
     expected = "the structure, shapes and dtypes that it was given"
     with refused(ValueError, where, expected, got, "cast to the dtypes of the old one"):
       gradients(loss_fn, jnp.zeros(2), model_state=old, micro_batches=k)
+
+
+def test_a_collection_that_sow_fills_is_no_model_state():
+  def body(module, x):
+    module.sow("losses", "balance", jnp.mean(x))
+    return nn.BatchNorm(use_running_average=False)(x)
+
+  model, x = Does(body), jnp.ones((4, 2))
+  variables = model.init(jax.random.key(0), x)
+  params = variables.pop("params")
+
+  def step_with(model_state, returned):
+    def loss_fn(params, model_state, batch, rng):
+      variables = {"params": params, **model_state}
+      out, new = model.apply(variables, batch, mutable=["batch_stats", "losses"])
+      return jnp.mean(out) + sum(new["losses"]["balance"]), ({x: new[x] for x in returned}, {})
+
+    state = mpjax.TrainState.create(params, DYNAMIC, model_state=model_state)
+    with warnings.catch_warnings():
+      warnings.filterwarnings("ignore", ".*dynamic")  # The model is in float32.
+      return mpjax.make_train_step(loss_fn, DYNAMIC)(state, x)
+
+  where, expected = "mpjax.make_train_step(loss_fn): model_state", "the structure"
+  fix = "A collection that `sow` fills"
+  for returned, got in (
+    (["batch_stats"], "nothing at ['losses']"),
+    (["batch_stats", "losses"], "an extra leaf at ['losses']['balance'][1]"),
+  ):
+    with refused(ValueError, where, expected, got, fix):
+      step_with(variables, returned)
+  # What the error says.
+  statistics = {"batch_stats": variables["batch_stats"]}
+  step_with(statistics, ["batch_stats"])
 
 
 OPTIONS = {"plain": {}, "all": {"max_retries": 2, "micro_batches": 2}}
