@@ -46,6 +46,18 @@ def calling_state() -> Active:
   return Active(tracing=state is not None and state.tracing)
 
 
+def check_modes_in_call(module: nnx.Module, args: Args, kwargs: Kwargs) -> None:
+  """Raises MpjaxRuntimeError if a mode of a model in a call has changed without that of its view.
+
+  Call it before the call is traced: the copies in a trace lead to no model to compare with, and an
+  error in a trace would say that the model cannot be traced.
+  """
+  modules, variables = parts_of((module, Boundary((args, kwargs), is_node).leaves))
+  # Inside a transform, such as `nnx.jit`, the modules may be its copies of the view.
+  traced = any(isinstance(variable.get_raw_value(), Tracer) for variable in variables)
+  check_modes(filter(is_view, modules), traced=traced)
+
+
 class _Trace(NamedTuple):
   """Facts about a call that has been traced. They hold no tracer.
 
@@ -80,9 +92,6 @@ def rewritten(
   # (an `nnx.Rngs` in a dict), and what they hold.
   arguments = Boundary((args, kwargs), is_node).leaves
   modules, variables = parts_of((module, arguments))
-  # Here, because a copy leads to no model to compare with.
-  traced = any(isinstance(variable.get_raw_value(), Tracer) for variable in variables)
-  check_modes(filter(is_view, modules), traced=traced)
   attributes = [dict(vars(each)) for each in modules]
   orders = orders_of(modules)
   values = [variable.get_raw_value() for variable in variables]

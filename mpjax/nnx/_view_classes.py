@@ -32,7 +32,7 @@ from mpjax.nnx._link import (
   resolved_policy,
   user_class,
 )
-from mpjax.nnx._outermost import calling_state, rewritten
+from mpjax.nnx._outermost import calling_state, check_modes_in_call, rewritten
 
 
 @functools.cache
@@ -198,6 +198,7 @@ def _method(name: str, own: Any, resolved: ModulePolicy) -> Function:
     state = calling_state()
     if not (may_trace and begins_trace(state, path)):
       return call(self, args, kwargs)
+    check_modes_in_call(self, args, kwargs)
     attempt = functools.partial(rewritten, call, name, self, args, kwargs)
     state = dataclasses.replace(state, region=region)
     return attempts(attempt, lambda _: call(self, args, kwargs), state, path)

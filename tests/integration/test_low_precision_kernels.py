@@ -1,7 +1,5 @@
 """Models with a kernel that takes nothing but low precision, in Linen and in NNX."""
 
-import contextlib
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -66,8 +64,7 @@ def test_a_kernel_gets_low_precision_as_by_hand(kernel, framework, half, monkeyp
 
 
 @pytest.mark.parametrize("kernel", [half_attention, cudnn_attention])
-@pytest.mark.parametrize("how", ["with_policy", "scope"])
-def test_init_of_linen_calls_a_kernel_in_low_precision(kernel, how, monkeypatch):
+def test_init_of_linen_calls_a_kernel_in_low_precision(kernel, monkeypatch):
   # Abstractly, because cuDNN runs on GPUs alone.
   pretend_cudnn(monkeypatch)
   models = {
@@ -81,6 +78,5 @@ def test_init_of_linen_calls_a_kernel_in_low_precision(kernel, how, monkeypatch)
     shapes = jax.eval_shape(exact.init, jax.random.key(0), X)
     with pytest.raises(NotImplementedError, match="must be fp16/bf16"):
       jax.eval_shape(model.init, jax.random.key(0), X)
-    init = mpjax.with_policy(model, "mixed_bfloat16").init if how == "with_policy" else model.init
-    with mpjax.policy_scope("mixed_bfloat16") if how == "scope" else contextlib.nullcontext():
-      assert jax.eval_shape(init, jax.random.key(0), X) == shapes
+    init = mpjax.with_policy(model, "mixed_bfloat16").init
+    assert jax.eval_shape(init, jax.random.key(0), X) == shapes
