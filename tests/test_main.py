@@ -31,6 +31,7 @@ def test_doctor_prints_json_and_writes_html(capsys, tmp_path):
   assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own():
   command = [sys.executable, "-m", "mpjax", "doctor", "--json"]
   found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -220,6 +220,7 @@ def gated_cubes(w, x):
 SMALL = jnp.arange(-4.0, 4.0)[None] % 3 - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cubes", [cubes, gated_cubes])
 def test_inside_of_transformations(cubes):
   inside = {

@@ -275,6 +275,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.not_with("JAX_SCAN3", "JAX does not differentiate such a scan")
 def test_other_ways_to_write_it_give_the_same_numbers():
   gradients = {

@@ -633,6 +633,7 @@ def test_the_gradient_of_a_maximum_counts_its_positions_in_float32(half):
   check_gradients(losses, half, jnp.ones((1001, 8)))
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_gradient_of_rows_that_are_gathered_is_summed_in_float32(half):
   # A graph network uses each node in all of its edges, a decoder its encoder at each step.

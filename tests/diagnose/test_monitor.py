@@ -41,6 +41,7 @@ HALF = pytest.mark.filterwarnings("ignore:.*stored in low precision")
 SKIP = mpjax.SkipNonfinite()
 
 
+@pytest.mark.slow
 @HALF
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_counts_of_a_run_equal_those_of_numpy(dtype):
@@ -67,6 +68,7 @@ def test_counts_of_a_run_equal_those_of_numpy(dtype):
   assert set(mpjax.states.monitor_counts(opt_state)) == {"dense.kernel", "dense.bias"}
 
 
+@pytest.mark.slow
 def test_underflow_is_seen_as_zero_gradients():
   params, small = {"w": jnp.ones(4)}, jnp.asarray([1e-8, 1e-8, 1.0, 1.0])
   for scale, zeros in ((2.0, 2), (1024.0, 0)):
@@ -160,6 +162,7 @@ def test_a_gradient_of_the_sum_is_told_by_its_tree():
   assert [counts_of(state, f"{name}.w")[1] for name in "ab"] == [1, 2]
 
 
+@pytest.mark.slow
 @HALF
 def test_in_a_train_step_without_a_scale_and_of_several_losses():
   params, gradients = problem(jnp.bfloat16)
@@ -187,6 +190,7 @@ def test_in_a_train_step_without_a_scale_and_of_several_losses():
     assert counts_of(state, "dense.kernel")[1] == 15
 
 
+@pytest.mark.slow
 def test_in_an_nnx_optimizer_parameters_have_the_same_names_at_init_and_update():
   model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
   tx = mpjax.monitor(mpjax.loss_scaling(optax.sgd(0.1)))

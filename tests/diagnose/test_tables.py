@@ -165,6 +165,7 @@ def test_a_report_of_long_names_fits_a_terminal_and_has_every_path(maker):
   assert {re.sub(r" \(\d+\)$", "", path) for path in expected} <= printed_paths(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", [audit, find_nonfinite, tune], ids=lambda maker: maker.__name__)
 def test_the_rules_of_a_report_are_code_that_makes_a_policy(maker):
   names = {"mpjax": mpjax, "re": re, "LayerNorm": nn.LayerNorm}

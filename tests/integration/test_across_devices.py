@@ -78,6 +78,7 @@ def step_of(loss, **options):
   return mpjax.make_train_step(loss_of(loss), SGD, donate=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_that_loss_fn_has_reduced_has_its_own_gradient(mode, devices):
   # Not one that is smaller by the number of devices, beside the right loss.
@@ -147,6 +148,7 @@ def after(loss_fn, devices, mode="shard_map", **options):
   return on_devices(step, mode, devices)(state, TOKENS)[0].model_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_token_counter_beside_a_step_counter(micro_batches, devices):
   # As on one device, where all rows are counted; the loss adds up what each has counted.

@@ -308,6 +308,7 @@ def trained(tx, batches, lookahead):
   return params, plain
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_outside_of_a_scale_a_wrapper_is_refused_or_exact(name):

@@ -139,6 +139,7 @@ def test_a_matmul_of_an_embedding_that_is_jitted_is_one():
   assert reasons == ["", "it is an embedding"]
 
 
+@pytest.mark.slow
 def test_the_preset_leaves_out_what_is_too_small():
   both = (of_linen(policy) for policy in ("mixed_float8", "mixed_bfloat16"))
   found, wanted = (jax.make_jaxpr(jax.grad(loss))(params) for loss, params in both)

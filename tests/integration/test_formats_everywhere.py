@@ -72,6 +72,7 @@ def mesh_of_two_axes():
   return jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
 
 
+@pytest.mark.slow
 @formats
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_results_and_gradients_are_sharded_as_those_of_jax(format, place):

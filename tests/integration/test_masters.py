@@ -196,6 +196,7 @@ def train_loss(params, model_state, batch, rng):
   return jnp.mean(jnp.square(out.astype(jnp.float32) - 1)), (model_state, {})
 
 
+@pytest.mark.slow
 def test_a_train_step_with_micro_batches_average_retries_and_donation():
   batches, outs = np.random.default_rng(2).normal(size=(15, 16, 8)), []
   batches[[3, 8, 9], 3, 3] = np.inf

@@ -147,6 +147,7 @@ def test_modules_in_a_dict_are_modules():
   assert_equal(jax.tree.leaves(grads), jax.tree.leaves(plain))
 
 
+@pytest.mark.slow
 def test_a_view_is_differentiated_like_its_model():
   # The one-line way: a view before everything, the optimizer and the gradients of it.
   view = mpjax.nnx.with_policy(Net(nnx.Rngs(0)), "mixed_float16")

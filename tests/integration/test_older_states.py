@@ -134,6 +134,7 @@ def states_of(tree):
   return [tree, *found] if hasattr(tree, "later") else found
 
 
+@pytest.mark.slow
 def test_a_later_version_restores_a_state_without_its_new_fields(tmp_path):
   save(tmp_path)
   later = tmp_path / "later"

@@ -195,6 +195,7 @@ def test_all_devices_run_a_batch_again(eight_devices):
   np.testing.assert_array_equal(state.params["w"], np.full((3, 2), -1024, np.float32))
 
 
+@pytest.mark.slow
 def test_where_the_new_state_is_can_be_said(eight_devices):
   # Adafactor keeps means of rows, made replicated; XLA would leave them where the rows are.
   mesh = mesh_of(eight_devices)

@@ -205,6 +205,7 @@ def test_gradients_err_no_more_than_those_of_the_model_written_by_hand():
     assert np.exp(np.mean(np.log(list(errors.values())))) <= 0.9
 
 
+@pytest.mark.slow
 @ALL
 def test_a_float32_policy_leaves_the_program_as_it_is(name):
   ours, plain = (
@@ -213,6 +214,7 @@ def test_a_float32_policy_leaves_the_program_as_it_is(name):
   assert ours == plain
 
 
+@pytest.mark.slow
 def test_remat_changes_neither_dtypes_nor_gradients():
   name, found, saved = "linen/language_model", [], list[int]()
   for remat in (True, False):

@@ -83,6 +83,7 @@ def without_empty(tree):
   return jax.tree.map(drop, tree, is_leaf=is_params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("into", STORAGES)
 def test_training_goes_on_in_the_other_storage(into, storage, tmp_path):

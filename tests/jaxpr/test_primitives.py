@@ -101,6 +101,7 @@ def named(source):
         yield from words
 
 
+@pytest.mark.slow
 def test_a_primitive_is_named_in_the_table_and_nowhere_else():
   # So one row says all about it: to add a primitive, or a fact, is to change that row.
   table = pathlib.Path(inspect.getfile(integer_pow_part))
@@ -169,6 +170,7 @@ def test_the_result_of_numbers_is_that_of_the_primitive(name):
   np.testing.assert_array_equal(jax.jit(fun)(*args), FOLDED[name](*args))
 
 
+@pytest.mark.slow
 def test_what_is_elementwise_reads_its_own_position_alone():
   # Of what computes one array from others of its shape: one element of each becomes NaN.
   plain, one = {}, jax.ShapeDtypeStruct((3, 4), "float32")

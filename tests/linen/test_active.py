@@ -211,6 +211,7 @@ def test_the_innermost_given_policy_wins_whole():
     assert found(wrapped(model, "c=f16")) == [*float16[:3], "float32"]
 
 
+@pytest.mark.slow
 def test_what_was_given_is_hashed_anew_where_it_is_unpickled():
   model = mpjax.linen.with_policy(nn.Dropout(0.5), "bfloat16", [Rule(None, path="a")])
   program = (

@@ -140,6 +140,7 @@ RULES_OF_KERNEL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", RULES_OF_KERNEL)
 @pytest.mark.parametrize("way", ["wrapper", "jit", "eval_shape", "output"])
 def test_init_calls_a_module_that_raises_in_float32_in_its_compute_dtype(way, rules):

@@ -500,6 +500,7 @@ def test_a_nnx_module_given_to_a_linen_module_keeps_what_it_writes():
   assert norm.mean[...].tolist() == [4.0] * 3
 
 
+@pytest.mark.slow
 def test_complex_and_integer_modules_are_untouched():
   def fourier(module, z):
     return nn.Dense(3, dtype=jnp.complex64, param_dtype=jnp.complex64)(jnp.fft.fft(z))

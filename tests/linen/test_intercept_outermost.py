@@ -256,6 +256,7 @@ class Drops(nn.Module):
     return jnp.where(jax.random.bernoulli(self.make_rng("dropout"), 0.5, x.shape), x, 0)
 
 
+@pytest.mark.slow
 def test_the_same_numbers_are_dropped_as_without_a_policy():
   model, x, rngs = Drops(), jnp.ones((4, 8)), {"dropout": jax.random.key(3)}
   params = {"params": {"dense": {"kernel": jnp.eye(8), "bias": jnp.zeros(8)}}}

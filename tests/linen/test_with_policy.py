@@ -166,6 +166,7 @@ LIFTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.not_with("JAX_SCAN3", "JAX does not differentiate such a scan")
 @pytest.mark.parametrize("lift", LIFTS)
 def test_randomness_under_lifted_transforms(lift):

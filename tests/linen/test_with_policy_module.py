@@ -437,6 +437,7 @@ class Encoder(nn.Module):
     return self.first(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lift", ["", "remat", "jit", "vmap", "scan"])
 def test_a_submodule_runs_under_its_policy_with_paths_of_its_own(lift):
   inner = low(Two(), rules=[Rule("float16", path="first")])
@@ -491,6 +492,7 @@ def test_a_bound_model_gets_a_policy():
   assert dots(plain, X) == ["float32", "float32"]
 
 
+@pytest.mark.slow
 def test_an_equal_policy_inside_of_another_has_paths_of_its_own():
   rules = [Rule("float16", path="layers_1")]
   inner = low(nn.Sequential([nn.Dense(8), nn.Dense(8)]), rules=rules)

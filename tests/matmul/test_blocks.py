@@ -129,6 +129,7 @@ def test_both_passes_round_a_weight_alike(format):
   np.testing.assert_array_equal(one, other.swapaxes(1, 2))
 
 
+@pytest.mark.slow
 def test_random_options_of_nvfp4():
   w, x, g = normal(1, (128, 64)), halves(0, (96, 128)), halves(2, (96, 64))
   options = {

@@ -113,6 +113,7 @@ def test_a_loss_scale_is_invisible(name):
       np.testing.assert_array_equal(np.asarray(one) * np.float32(2.0**exponent), other)
 
 
+@pytest.mark.slow
 def test_forward_mode():
   recipe = mpjax.Float8(power_of_two=True, **ALL)
   fun = mpjax.autocast(lambda w, x: x @ w, policy(recipe))

@@ -53,6 +53,7 @@ def test_quantising_an_operand_is_one_operation(name, wanted):
   assert not counts.keys() & steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_the_gradients_are_those_of_the_recipe(name):
   gradient = jax.grad(loss_in(FORMATS[name]), (0, 1))

@@ -84,6 +84,7 @@ def test_a_sum_that_may_overflow_stays_in_the_compute_dtype():
   assert recipe.why_not(24, 16) == "K=24 is no multiple of 16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_gradients_of_long_sums_stay_in_the_compute_dtype(scaling):
   most, more = 133120, 133152  # Multiples of 32 around the longest sum.

@@ -109,6 +109,7 @@ FACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("face", "last"), FACES.values(), ids=FACES)
 @pytest.mark.parametrize("given", [POLICY, str(POLICY)], ids=["policy", "text"])
 def test_a_recipe_of_a_users_runs_and_is_audited(face, last, given):
@@ -130,6 +131,7 @@ def test_a_recipe_of_a_users_runs_and_is_audited(face, last, given):
     assert str(jax.make_jaxpr(grad)(params, x)).count("preferred_element_type=int32") == int8
 
 
+@pytest.mark.slow
 def test_what_int8_computes():
   # Small integers are exact, but for the largest number of an operand, which says the scale.
   x, w = (

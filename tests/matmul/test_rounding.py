@@ -131,6 +131,7 @@ def test_a_loss_scale_changes_no_bit(dtype):
   assert np.unique(random_bits(zeros, 0)).size > 64 * 127
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_each_example_under_vmap():
   x = jnp.asarray(normal(0, (3, 4, 16)))
   found = jax.vmap(lambda x: random_bits(x, 0))(x)
@@ -138,6 +139,7 @@ def test_bits_are_those_of_each_example_under_vmap():
     np.testing.assert_array_equal(each, random_bits(wanted, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shards_have_the_bits_of_the_array(kind):
   x = jnp.asarray(normal(0, (32, 16)))
@@ -197,11 +199,13 @@ def test_the_inverse_restores_an_array():
   np.testing.assert_allclose(restored, x, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_outlier_is_spread_over_its_block():
   x = jnp.zeros((1, 32)).at[0, 3].set(8.0)
   np.testing.assert_array_equal(np.abs(hadamard(x, 1, 0)), [[2.0] * SIZE + [0.0] * SIZE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_transform_of_shards_is_that_of_the_array(kind, axis):

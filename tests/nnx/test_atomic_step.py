@@ -76,6 +76,7 @@ def test_a_skipped_step_is_a_deleted_one(wrap):
   assert ours[0].layers[1].kernel is ours[0].layers[0].kernel
 
 
+@pytest.mark.slow
 def test_of_two_optimizers_the_one_that_is_updated_decides():
   # The other one has skipped its last step, which was another.
   (model, optimizer), (other, skipped) = training(), training()
@@ -94,6 +95,7 @@ def both(one, x, other, y):
   plain_step(*other, y)
 
 
+@pytest.mark.slow
 def test_metrics_that_are_read_after_the_call_count_what_was_taken_back():
   one, other = training(), training()
 
@@ -243,6 +245,7 @@ def add_one(model):
     v.set_raw_value(jax.tree.map(lambda x: x + 1, v.get_raw_value()))
 
 
+@pytest.mark.slow
 @WRAPS
 def test_a_value_may_be_any_tree(wrap):
   def start():

@@ -260,6 +260,7 @@ def test_the_name_of_another_loss(names, how):
     mpjax.check_loss_scaling(step)(params, tx.init(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("updated", "how"), [(False, OLD_STATE), (True, CHANGED)])
 def test_gradients_that_are_applied_without_the_optimizer(updated, how):
   tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -756,6 +757,7 @@ def test_several_steps_in_one_call(scale, way, how):
     mpjax.check_loss_scaling(run)((PARAMS, tx.init(PARAMS)), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "how"), [(right, None), (never, NEVER)])
 def test_a_state_with_an_axis_of_vmap(way, how):
   tx = mpjax.loss_scaling(optax.adam(0.1))

@@ -154,6 +154,7 @@ def test_parameters_and_state_can_be_donated(wrap, dtype):
   assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_tree_as_mask_may_be_of_stored_dtypes(wrap):

@@ -327,6 +327,7 @@ def test_losses_with_scales_of_their_own():
   close(both(at_scale, functools.partial(mpjax.scaled, opt_state=8)), both(plain, plain))
 
 
+@pytest.mark.slow
 def test_a_collective_in_a_loss_that_closes_over_a_mapped_batch():
   def grads(wrap):
     mean = lambda p, x: jax.lax.pmean(mlp(p, x), "rows")  # noqa: E731
@@ -415,6 +416,7 @@ def test_weight_gradients_are_float32_sums_before_they_are_divided():
 # Transformations.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [("params",), ("scale",), ("params", "scale"), ("scale", "x")])
 def test_vmap_over_members_and_scales(mapped):
   members = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
@@ -743,6 +745,7 @@ def loss_inside_of_haiku(wrap, factor):
   return hk.transform(total)
 
 
+@pytest.mark.slow
 def test_a_loss_inside_of_a_haiku_transform():
   def grads(wrap):
     apply = loss_inside_of_haiku(wrap, lambda: 1).apply
@@ -763,6 +766,7 @@ class LinenNet(nn.Module):
     return nn.Dropout(0.5, deterministic=False)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes_over_batch", [True, False])
 def test_linen_under_a_policy(closes_over_batch):
   model = mpjax.with_policy(LinenNet(), "mixed_float16")

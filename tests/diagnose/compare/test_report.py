@@ -35,6 +35,7 @@ def test_what_modules_share_is_printed_once():
   assert labels == ["Net", "  block", "    up", "    down", "  head"]
 
 
+@pytest.mark.slow
 def test_the_legend_of_a_picture_covers_no_point():
   pytest.importorskip("matplotlib")
   figure = compared(run_of(values(60)), run_of(values(60, at=99))).plot()
@@ -44,6 +45,7 @@ def test_the_legend_of_a_picture_covers_no_point():
   assert not legend.get_window_extent().overlaps(axis.get_window_extent())
 
 
+@pytest.mark.slow
 def test_json_and_picture(tmp_path):
   pytest.importorskip("matplotlib")
   report = compared(run_of(values(60)), run_of(values(60, at=99)))

@@ -104,6 +104,7 @@ def test_casts_of_masks_and_integers_leave_a_loss_its_gradients(arguments, mask)
   np.testing.assert_allclose(run.arrays[gradient.key], jax.grad(loss_fn)(ws[0]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_large_arrays_are_sampled(monkeypatch):
   wide = jax.random.normal(jax.random.key(2), (LAYERS, 64, 64)) / 8
   x = jax.random.normal(jax.random.key(3), (32, 64))

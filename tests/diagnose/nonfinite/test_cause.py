@@ -172,6 +172,7 @@ class Covariance(nn.Module):
     return jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
 
 
+@pytest.mark.slow
 def test_what_linear_algebra_does_not_take_may_come_of_rounding_and_a_rule_cures_it():
   factor = jnp.asarray([[1, 0, 0], [1, 0.03, 0], [1, 0, 0.03]])
   x = factor @ factor.T

@@ -123,6 +123,7 @@ def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_no
   assert mpjax.find_nonfinite(lambda x, y: x * y)(jnp.ones(3), jnp.float32(16)).loss_scale is None
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
   mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
   tx = mpjax.loss_scaling(optax.sgd(0.1))
@@ -172,6 +173,7 @@ def check_argument(name, fn, *args, **kwargs):
   assert (found.operation, found.path) == ("argument", name)
 
 
+@pytest.mark.slow
 def test_arguments_have_names():
   def fn(params, *rest, flag=True):
     return jnp.sum(params["w"] * rest[1]) if flag else None
@@ -271,6 +273,7 @@ def large(params):
   return jax.tree_util.tree_map_with_path(fill, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("model", "shape", "path"),
   [(Named(), (2, 8), "**/up"), (nn.RNN(nn.LSTMCell(8), name="rnn"), (2, 5, 8), "hi")],

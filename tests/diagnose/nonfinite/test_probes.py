@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mpjax._diagnose.nonfinite.probes import FirstProbe, FlagProbe
 from mpjax._diagnose.nonfinite.uses import can_break, uses_of
@@ -52,6 +53,7 @@ def test_only_steps_that_lead_to_an_inf_are_suspects():
   assert {names.get(n, n) for n in found} == {-1, ("log", (4,)), ("mul", (4,))}
 
 
+@pytest.mark.slow
 def test_the_earlier_iteration_comes_first_though_its_step_is_a_later_one():
   def body(c, x):
     return c + jnp.log(x[0]) + 1 / x[1], None

@@ -178,6 +178,7 @@ def attention(w, x):
   return jax.nn.softmax(scores) @ q
 
 
+@pytest.mark.slow
 def test_masks_and_float32_softmax_are_no_losses():
   w = jax.random.normal(jax.random.key(0), (8, 8))
   x = jax.random.normal(jax.random.key(1), (16, 8)) / 4
@@ -219,6 +220,7 @@ def test_moments_are_optimizer_state_in_any_argument():
   assert ends == [("opt_state", "mu", "w"), ("opt_state", "nu", "w"), ("ema", "ema", "w")]
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_masters_take_the_updates_that_half_parameters_would_lose():
   params = {"w": jnp.ones(8, jnp.bfloat16)}
@@ -242,6 +244,7 @@ def test_masters_take_the_updates_that_half_parameters_would_lose():
     assert [g.path for g in report.of("updates")] == ["opt_state/master/w"]
 
 
+@pytest.mark.slow
 def test_each_remedy_for_lost_updates_moves_the_parameters():
   """Half of the last place is rounded away; the advice is the parenthesis of the report."""
   params, tx = {"w": jnp.ones(256, jnp.bfloat16)}, optax.sgd(1.0)

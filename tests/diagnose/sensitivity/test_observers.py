@@ -156,6 +156,7 @@ def test_devices_with_explicit_axes():
   assert found.measured == pytest.approx(want.measured, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [in_while, in_branch])
 def test_float64_in_the_program(set_flag, fn):
   want = errors(fn, jnp.float16(X))

@@ -58,6 +58,7 @@ def kept_steps(found):
   return {(each.step.eqn.primitive.name, each.operand) for each in found.roundings}
 
 
+@pytest.mark.slow
 def test_an_operation_that_is_kept_in_float32_leaves_the_rounding_to_the_next_matmul():
   def fn(x, w):
     y = jnp.exp(low(x))

@@ -81,6 +81,7 @@ def test_the_measured_error_is_that_of_the_policy(kind, format):
   assert report_of(kind, format).measured == pytest.approx(error, rel=0.05)
 
 
+@pytest.mark.slow
 @kinds
 @formats
 def test_the_steps_of_a_recipe_are_neither_decisions_nor_left_out(kind, format):

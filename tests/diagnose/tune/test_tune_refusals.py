@@ -141,6 +141,7 @@ def test_random_numbers_of_a_key_or_of_a_model_are_the_same_in_each_call():
   assert 0 < mpjax.tune(lambda m: jnp.mean((m(x) - x) ** 2), tolerance=1.0)(model).error < 0.05
 
 
+@pytest.mark.slow
 def test_kernels_beside_matmuls_are_named():
   report = mpjax.tune(lambda w, x: jnp.mean(kernel_of(x @ w, w) ** 2), tolerance=0.1)(
     normal(8, 8), normal(4, 8, seed=1)

@@ -233,6 +233,7 @@ def test_a_mesh_that_is_partly_manual(devices):
   assert (metrics["finite"], metrics["loss"]) == (True, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [True, False])
 def test_constants_come_out_as_arrays_and_states_strongly_typed(jit):
   # A program returns them as NumPy values, or as literals of JAX. A state of another type would be

@@ -61,6 +61,7 @@ def test_a_state_restored_into_a_shorter_window_ends_it():
   assert (state.micro_batches, state.updates_done) == (0, 1)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_half_complex_wide_or_missing(set_flag):
   set_flag("jax_enable_x64", True)
   params = {"h": jnp.ones(2, jnp.bfloat16), "z": jnp.ones(1, jnp.complex64), "none": None}

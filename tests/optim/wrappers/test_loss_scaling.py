@@ -224,6 +224,7 @@ def test_the_loss_counts_if_it_is_passed(dtype):
     assert metric(rig.state, "loss_scale") == (2.0**15 if finite else 2.0**14)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_one_bad_element_anywhere_in_mixed_dtypes():
   # All trees with one such element in one program, each a member of a batch.
@@ -268,6 +269,7 @@ def test_injected_hyperparameters_are_float32():
     assert all_finite(updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["jax_disable_jit", "jax_check_tracer_leaks"])
 def test_under_the_debugging_flags(set_flag, flag):
   set_flag(flag, True)

@@ -147,6 +147,7 @@ def after_one_step(rate, start, storage):
   return jnp.sum(jnp.square(mpjax.apply_updates(start, updates).astype(F32)))
 
 
+@pytest.mark.slow
 def test_hypergradients_of_both_storages_are_those_without_masters():
   # With respect to the learning rate, and to the parameters before the step; none is 0.
   start, found = np.float32([1, -2, 3]), {}

@@ -137,6 +137,7 @@ def after(tx, gradient, length, start):
   return jitted(run)(tx.init(start))
 
 
+@pytest.mark.slow
 def test_a_decay_of_second_moments_that_is_out_of_reach_is_named():
   # With where they settle at a true 1, measured here; whatever the optimizer is called.
   for decay, text in ((0.9, None), (0.95, "0.96"), (0.99, "0.80"), (0.999, "0.25")):
