@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._optim import states
 
 SCHEDULE_FREE = optax.contrib.schedule_free_sgd(0.5)
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.25])}
@@ -139,3 +140,14 @@ def test_the_inner_state_of_a_train_state_whose_moments_are_rounded_stochastical
   inner = mpjax.state_dtype(optax.adam(0.1), mu="bfloat16", rounding="stochastic")
   state = mpjax.TrainState.create(PARAMS, mpjax.loss_scaling(inner))
   assert mpjax.states.inner_state(state)[0].mu["w"].dtype == jnp.bfloat16
+
+
+WRAPPED = [x for x in vars(states).values() if "inner_state" in getattr(x, "_fields", ())]
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_the_state_of_every_wrapper_is_passed_through(kind):
+  moment = jnp.ones(2)
+  others = dict.fromkeys(kind._fields, jnp.zeros(2))
+  state = kind(**{**others, "inner_state": {"moment": moment}})
+  assert mpjax.states.inner_state(state)["moment"] is moment

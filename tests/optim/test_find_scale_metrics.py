@@ -24,6 +24,13 @@ def test_metrics_are_these_scalars():
     assert {np.shape(value) for value in found.values()} == {()}
 
 
+def test_each_metric_is_described_and_in_the_oracle():
+  metrics = mpjax.loss_scaling_metrics(after(GOOD, BAD))
+  text = mpjax.loss_scaling_metrics.__doc__
+  assert [key for key in metrics if f"`{key}`" not in text] == []
+  assert metrics.keys() - {"loss_scale", "finite"} <= Oracle().numbers().keys()
+
+
 def test_metrics_equal_the_oracle():
   state, oracle, step = ADAM.init(PARAMS), Oracle(init_scale=4, growth_interval=2), jnp.int32(0)
   for flag in [1, 0, 0, 0, 1, 1, 1, 0, 1]:
