@@ -365,6 +365,23 @@ def adjust(
   )
 
 
+def as_skipped(old: LossScaleState, new: LossScaleState) -> LossScaleState:
+  """Returns the numbers after updates that are taken back because another one was skipped.
+
+  Their gradients were what they were, so the scale moves. All of them count as skipped.
+
+  Args:
+    old: the numbers before the updates.
+    new: the numbers after them.
+  """
+  count = new.total - old.total
+  return new._replace(
+    skipped=old.skipped + count,
+    consecutive_skips=old.consecutive_skips + count,
+    finite=new.applied & (count == 0),
+  )
+
+
 def count_up(count: Array, by_one: Array | bool = True) -> Array:
   """Returns a counter after a step; it stops at 2^31 - 1 instead of wrapping to a negative."""
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)

@@ -22,7 +22,7 @@ from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.trees import pick, same_objects, tree_differences
 from mpjax._core.types import Array, P, PyTree
 from mpjax._optim.find_scale import OwnedScale, scales_in, store_scale
-from mpjax._optim.loss_scale import UPDATE_OBSERVER
+from mpjax._optim.loss_scale import UPDATE_OBSERVER, as_skipped
 from mpjax._optim.states import LossScaleState
 from mpjax.nnx._link import model_of
 
@@ -220,16 +220,8 @@ class _Update(NamedTuple):
   @property
   def skipped(self) -> LossScaleState:
     """The numbers after a step that is skipped: an update that is taken back counts as skipped."""
-    if self.in_place:
-      return self.new
-    # The step is skipped because another update was, or one of several. Count all of its updates as
-    # skipped.
-    count = self.new.total - self.old.total
-    return self.new._replace(
-      skipped=self.old.skipped + count,
-      consecutive_skips=self.old.consecutive_skips + count,
-      finite=self.new.applied & (count == 0),
-    )
+    # The step is skipped because another update was, or one of several.
+    return self.new if self.in_place else as_skipped(self.old, self.new)
 
 
 def _updates_of(

@@ -421,9 +421,24 @@ def one_step() -> Callable[[], object]:
   return lambda: step(state, jnp.ones((4, 3)))
 
 
+def one_report() -> Callable[[], object]:
+  """The ranges of a training step without a scale."""
+
+  def step(params, x):
+    grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+  return lambda: mpjax.ranges(step)({"w": jnp.ones((8, 8))}, jnp.ones((4, 8)))
+
+
 @pytest.mark.parametrize(
   ("page", "call", "length"),
-  [("apply", one_apply, 10), ("nnx", one_view, 15), ("training", one_step, 14)],
+  [
+    ("apply", one_apply, 10),
+    ("architecture", one_report, 13),
+    ("nnx", one_view, 15),
+    ("training", one_step, 14),
+  ],
 )
 def test_the_table_of_a_way_names_its_functions_in_order(page, call, length):
   calls, run = {}, call()
@@ -440,6 +455,6 @@ def test_the_table_of_a_way_names_its_functions_in_order(page, call, length):
   finally:
     sys.setprofile(None)
   text = (ROOT / f"docs/design/{page}.md").read_text(encoding="utf-8")
-  named = re.findall(r"\| `(\w+)` in `([\w/.]+)`", text)
+  named = re.findall(r"\| \d+ \| `(\w+)` in `([\w/.]+)`", text)
   assert len(named) == length
   assert [call for call in calls if call in named] == named

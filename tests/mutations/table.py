@@ -379,6 +379,13 @@ mpjax/_optim/states.py::has_fields_of
 + set(mapping) == fields
 tests/integration/test_older_states.py::test_a_later_version_restores_a_state_without_its_new_fields
 
+mpjax/_optim/loss_scale.py::as_skipped
+
+40d an update that is taken back leaves the run of skipped steps as it was
+- old.consecutive_skips + count
++ old.consecutive_skips
+::test_updates_that_are_taken_back_have_each_number_of_skipped_ones
+
 mpjax/_policy/rules.py::ModuleRecord.check
 
 40b a rule that picks out no module is ignored

@@ -12,6 +12,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._optim import states
+from tests.optim.wrapped import WRAPPERS
 
 SCHEDULE_FREE = optax.contrib.schedule_free_sgd(0.5)
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.25])}
@@ -46,6 +47,13 @@ def test_schedule_free_evaluates_with_the_inner_state(tx):
   params, opt_state = train(SCHEDULE_FREE, PARAMS)
   expected = optax.contrib.schedule_free_eval_params(opt_state, params)
   np.testing.assert_array_equal(found["w"], expected["w"])
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_inner_state_of_each_wrapper_is_that_of_the_optimizer(wrap):
+  adam = optax.adam(0.1)
+  found = mpjax.states.inner_state(wrap(adam).init(PARAMS))
+  assert jax.tree.structure(found) == jax.tree.structure(adam.init(PARAMS))
 
 
 def test_masters_are_the_parameters_of_a_16_bit_model():

@@ -65,6 +65,26 @@ def test_static_scale_is_constant():
   assert final.floor_hits == 0
 
 
+@pytest.mark.parametrize("flags", [[1], [1, 1], [1, 0], [0, 1, 1], []])
+def test_updates_that_are_taken_back_have_each_number_of_skipped_ones(flags):
+  # Each field, so that a new counter of skipped steps fails here until `as_skipped` has it too.
+  config = mpjax.DynamicLossScale(growth_interval=2, hysteresis=2)
+
+  def adjusted(state, finite, applied):
+    given = {"own_finite": finite, "applied": applied, "all_finite": finite & applied}
+    given = {name: jnp.asarray(x) for name, x in given.items()}
+    return loss_scale.adjust(config, state, first_bad=jnp.int32(0), **given)
+
+  for before in ([], [0], [0, 0, 1], [1, 0, 0]):
+    old = loss_scale.init_scale(config)
+    for x in before:
+      old = adjusted(old, bool(x), bool(x))
+    new = skipped = old
+    for x in flags:
+      new, skipped = adjusted(new, bool(x), bool(x)), adjusted(skipped, bool(x), False)
+    assert loss_scale.as_skipped(old, new)._asdict() == skipped._asdict()
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_counters_saturate(finite):
   config = mpjax.DynamicLossScale(growth_interval=LIMIT, init_scale=1)

@@ -9,6 +9,7 @@ import pytest
 import mpjax
 from mpjax._optim import optimizer_trees
 from tests.errors import refused
+from tests.optim.wrapped import WRAPPERS
 from tests.programs import bits
 
 pytestmark = pytest.mark.standard_promotion("dtypes")
@@ -128,15 +129,6 @@ def test_states_are_placed_with_the_parameters_and_others_left_alone(devices):
 
 # Its state holds the parameters twice.
 SHARING = optax.GradientTransformation(lambda params: (params, params), lambda g, s, p=None: (g, s))
-WRAPPERS = {
-  "loss_scaling": mpjax.loss_scaling,
-  "accumulate_gradients": lambda tx: mpjax.accumulate_gradients(tx, 2),
-  "master_weights": mpjax.master_weights,
-  "split": lambda tx: mpjax.master_weights(tx, storage="split"),
-  "monitor": mpjax.monitor,
-  "state_dtype": lambda tx: mpjax.state_dtype(tx, mu="bfloat16"),
-  "stochastic": lambda tx: mpjax.state_dtype(tx, mu="bfloat16", rounding="stochastic"),
-}
 
 
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")

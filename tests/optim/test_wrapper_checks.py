@@ -1,6 +1,7 @@
 """What the wrappers of optimizers refuse, all alike."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import mpjax
 from mpjax._core.errors import kind_of
 from tests.errors import refused
+from tests.optim import wrapped
 from tests.programs import assert_bit_equal
 
 PARAMS = {"layer": {"w": jnp.ones(2), "b": jnp.ones(1)}, "head": jnp.ones(1)}
@@ -23,6 +25,17 @@ GROWING = mpjax.DynamicLossScale(init_scale=8, growth_interval=1)
 EXTRA = optax.GradientTransformationExtraArgs
 ALL = pytest.mark.parametrize("name", WRAPPERS)
 OWN_TREES = pytest.mark.parametrize("name", list(WRAPPERS)[1:])
+
+
+def test_every_wrapper_is_tried_where_all_are_alike():
+  # A wrapper is a public function whose first argument is the inner optimizer.
+  public = {name: getattr(mpjax, name) for name in mpjax.__all__}
+  functions = {name: x for name, x in public.items() if inspect.isfunction(x)}
+  found = {
+    x for x, f in functions.items() if next(iter(inspect.signature(f).parameters)) == "inner"
+  }
+  assert "loss_scaling" in found
+  assert found <= set(wrapped.WRAPPERS)
 
 
 @ALL

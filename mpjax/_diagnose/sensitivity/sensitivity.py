@@ -94,7 +94,7 @@ def sensitivity(
       plain, fn = fn, with_models_under(fn, parsed, ())
       if not lows_of(Graph(call.traced(fn)[0])):
         fn = autocast(plain, parsed)
-    program, counted, kind = _traced(fn, call, args, advance)
+    program, counted, kind = _traced(fn, call, args, kwargs, advance)
     graph = Graph(program)
     owners = [one.module if one.is_first else () for one in call.arguments(fn)]
     named = name_by_parameters(graph, owners)
@@ -137,7 +137,7 @@ def sensitivity(
 
 
 def _traced(
-  fn: Function, call: Call, args: Args, advance: Advance
+  fn: Function, call: Call, args: Args, kwargs: Kwargs, advance: Advance
 ) -> tuple[ClosedJaxpr, Mapping[int, int | None], str]:
   """Returns the program whose result counts, which results do, and what they are.
 
@@ -159,7 +159,7 @@ def _traced(
   if args and call.returned_loss(program, outputs):
     # Without a scale, the gradients of float16 would underflow.
     has_float16 = any(v.dtype == jnp.float16 for v in lows)
-    scale = scale_for_float16(fn, args, {}, advance) if has_float16 else 1.0
+    scale = scale_for_float16(fn, args, kwargs, advance) if has_float16 else 1.0
     with AUDIT(record):
       program, outputs = call.traced(gradient_of(fn, scale))
     # The program returns ((loss, aux), gradients).

@@ -268,6 +268,16 @@ class NNXNet(nnx.Module):
     return self.head(nnx.gelu(self.up(x)))
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_arguments_may_be_passed_by_name(policy):
+  def of_product(w, *, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+  found = mpjax.sensitivity(of_product, policy)(X, x=X)
+  expected = mpjax.sensitivity(lambda w, x: of_product(w, x=x), policy)(X, X)
+  assert (found.of, found.predicted) == ("gradient", expected.predicted)
+
+
 @pytest.mark.slow
 def test_a_plain_model_gets_the_policy_and_float16_a_loss_scale():
   model = NNXNet(nnx.Rngs(0))
