@@ -323,7 +323,7 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   # The scale is there, but its place in a chain may be wrong.
   refuse_outside(opt_state, where, chains=True)
-  refuse_around_masters(opt_state, where)
+  refuse_around_masters(opt_state, where, in_container=True)
   picked = [one for one in scales if name is None or one.name == name]
   expected = "a state with one loss scale, or the name of a loss scale in it"
   got = f"one with {len(scales)}, named {[one.name for one in scales]}"

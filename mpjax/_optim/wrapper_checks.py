@@ -4,7 +4,7 @@ import collections
 import inspect
 import itertools
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -200,29 +200,36 @@ _KEEPS_UPDATES = (
 while its state stays."""
 
 
-def refuse_around_masters(opt_state: OptState, where: str) -> None:
+def refuse_around_masters(opt_state: OptState, where: str, *, in_container: bool = False) -> None:
   """Raises if a transformation behind or around `mpjax.master_weights` may change its updates.
 
-  The masters have moved by the full updates, and decide what the parameters become.
+  The masters have moved by the full updates, and decide what the parameters become. So only
+  wrappers that are known to pass updates on may be around. With `in_container` a class that is
+  neither of optax nor of mpjax may be a container of the state, such as a `TrainState`. Otherwise
+  it is the state of a wrapper that nobody knows.
   """
   if isinstance(opt_state, MasterWeightsState) or not nodes_of(opt_state, MasterWeightsState):
     return
   # The children of this node. Each is visited below.
   parts = jax.tree.leaves(opt_state, is_leaf=lambda x: x is not opt_state)
   kind, got = type(opt_state), ""
+  library = kind.__module__.partition(".")[0]
   if kind in (tuple, collections.OrderedDict):
     # The state of a chain has the states of its transformations in their order.
     followed = any(nodes_of(part, MasterWeightsState) for part, _ in itertools.pairwise(parts))
     got = "one in a chain before another transformation" if followed else ""
-  elif kind.__module__.startswith("optax.") and not isinstance(opt_state, _KEEPS_UPDATES):
-    got = f"one inside of the state optax.{kind.__name__}"
+  elif isinstance(opt_state, (list, Mapping, *_KEEPS_UPDATES)) or library == "mpjax":
+    pass
+  elif library == "optax" or not in_container:
+    got = f"one inside of the state {library}.{kind.__name__}"
   if got:
     raise MpjaxTypeError(
       where,
       expected="mpjax.master_weights around the entire optimizer, or last in its chain",
       got=f"{got}, whose changes of updates the masters would not follow",
-      fix="Put all of it inside, mpjax.master_weights(optax.chain(...)). A transformation of other "
-      "parameters, such as one in optax.masked, may come before it in the chain.",
+      fix="Put all of it inside, mpjax.master_weights(optax.chain(...)). A wrapper of yours works "
+      "inside too. A transformation of other parameters, such as one in optax.masked, may come "
+      "before it in the chain.",
     )
   for part in parts:
-    refuse_around_masters(part, where)
+    refuse_around_masters(part, where, in_container=in_container)

@@ -1,6 +1,9 @@
 """Masters of parameters in 16 bits, in float32 and split: rule, bits, access, refusals."""
 
+import dataclasses
+import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -535,6 +538,32 @@ def test_a_master_that_is_not_finite_shows():
 # Transformations behind and around the masters.
 
 HALVES = optax.scale(0.5)
+
+
+class CountState(NamedTuple):
+  count: jax.Array
+  inner_state: optax.OptState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class HalvedState:
+  inner_state: optax.OptState
+
+
+def halved(tx, state_class):
+  """A wrapper of a user, which halves the updates and keeps a state of its own class."""
+
+  def init(params):
+    return state_class(inner_state=tx.init(params))
+
+  def update(updates, state, params=None):
+    updates, inner_state = tx.update(updates, state.inner_state, params)
+    return jax.tree.map(lambda u: u / 2, updates), state_class(inner_state=inner_state)
+
+  return optax.GradientTransformation(init, update)
+
+
 TRAINED = {"w": True, "norm": False}
 HELD = {"w": jnp.asarray([1.0, -2.0], jnp.bfloat16), "norm": jnp.ones(2)}
 CHANGES = {
@@ -556,6 +585,8 @@ CHANGES = {
   ),
   "apply_if_finite": lambda tx: optax.apply_if_finite(optax.chain(tx, HALVES), 3),
   "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+  "a user's tuple": lambda tx: halved(tx, functools.partial(CountState, count=jnp.int32(0))),
+  "a user's dataclass": lambda tx: halved(tx, HalvedState),
 }
 
 
@@ -578,6 +609,12 @@ def test_a_change_of_updates_that_masters_would_not_follow_is_an_error(name, sto
   ):
     with refused(TypeError, "(inner)", *alone):
       wrap(tx).init(HELD)
+
+
+def test_a_state_of_training_may_hold_masters():
+  tx = mpjax.master_weights(mpjax.loss_scaling(optax.sgd(0.25)))
+  state = CountState(count=jnp.int32(0), inner_state=tx.init(HELD))
+  assert mpjax.loss_scaling_metrics(state)["loss_scale"] == 2.0**15
 
 
 def test_a_loss_is_not_scaled_for_masters_in_front_of_a_change():
