@@ -101,6 +101,7 @@ def test_threads_use_names_for_the_first_time_at_once():
   assert not done.stderr
 
 
+@pytest.mark.slow
 def test_import_needs_no_extra_and_touches_no_device():
   # A platform that does not exist fails on first use of a device.
   program = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\nimport mpjax\n"

@@ -58,6 +58,7 @@ def test_rules_and_options_are_passed_on():
   assert "bf16[2,2] = exp" in str(jax.make_jaxpr(low_exp)(W, X))
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion("dtypes")
 def test_without_a_policy_and_rules_a_model_computes_as_it_is_written():
   x = jnp.ones((4, 8))

@@ -54,6 +54,7 @@ def test_a_gradient_outside_of_jit_on_an_explicit_mesh_of_one_device():
   np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_values_are_the_same_however_it_is_run():
   cast = mpjax.autocast(long)
   want = programs.bits(long(X))

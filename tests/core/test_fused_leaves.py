@@ -253,6 +253,7 @@ def test_functions_of_symbolic_shapes_are_exported(platform):
 SPECS = {"rows": P("x"), "columns": P(None, "x"), "both": P("x", "y"), "all": P(), "all2": P()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_leaves_on_a_mesh_are_not_gathered(devices, kind):

@@ -86,6 +86,7 @@ def test_masters_lose_nothing():
   assert (counts_of(state, "w"), counts_of(state, "norm")) == ([3, 1, 1, 0], [3, 1, 2, 1])
 
 
+@pytest.mark.slow
 @HALF
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ def test_a_notebook_gets_one_output_that_is_replaced(monkeypatch, hurried):
   assert last == ("update", "", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["ranges", "tune", "find_nonfinite"])
 def test_every_tool_that_runs_a_function_shows_its_progress(tool, monkeypatch, capsys):
   monkeypatch.setattr(report, "FIRST", 1e-3)

@@ -162,6 +162,7 @@ def test_a_token_counter_beside_a_step_counter(micro_batches, devices):
   assert jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype, found, before()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_counter_is_the_same_on_all_devices(mode, devices):
   found = after(counting(lambda count: jnp.int32(2)), devices, mode)

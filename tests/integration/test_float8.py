@@ -146,6 +146,7 @@ def test_the_preset_leaves_out_what_is_too_small():
   assert str(found) == str(wanted)
 
 
+@pytest.mark.slow
 def test_parameters_stored_in_bfloat16():
   policy = dataclasses.replace(POLICY, param_dtype="bfloat16")
   loss, variables = of_linen(policy)

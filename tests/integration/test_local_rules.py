@@ -75,6 +75,7 @@ def assert_same_matmuls(before: rp.Program, after: rp.Program, policy: str = BFL
   assert operand_dtypes(flow_of(after, policy))[: len(expected)] == expected
 
 
+@pytest.mark.slow
 @POLICIES
 @given(pair=rp.extensions())
 def test_no_consumer_changes_the_operands_of_a_matmul(policy, pair):
@@ -181,6 +182,7 @@ def test_a_call_changes_no_operation_of_the_gradient(policy, part):
   assert whole - parted == parted - whole
 
 
+@pytest.mark.slow
 @POLICIES
 @given(program=rp.programs())
 def test_jit_around_the_call_changes_no_bit(policy, program):

@@ -98,6 +98,7 @@ def test_a_split_model_has_the_gradients_of_the_model():
     assert_equal(jax.tree.leaves(of_split), jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_a_module_that_is_not_differentiated_keeps_what_the_function_writes():
   ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
@@ -164,6 +165,7 @@ def test_a_view_is_differentiated_like_its_model():
   optimizer.update(view, grads)
 
 
+@pytest.mark.slow
 def test_the_scale_of_an_optimizer_is_read_at_each_call_and_can_be_set():
   # Built once, outside of the loop, it follows the scale: 4, 4, 8, 8, 16, and then 64.
   tx = mpjax.loss_scaling(optax.sgd(0.5), mpjax.DynamicLossScale(init_scale=4, growth_interval=2))

@@ -282,6 +282,7 @@ def begin_from(policy, old):
   return old._replace(params=params, opt_state=opt_state)
 
 
+@pytest.mark.slow
 def test_masters_are_what_is_saved_in_float32(checkpoints):
   with ocp.StandardCheckpointer() as checkpointer:
     raw = checkpointer.restore(checkpoints / "bfloat16")

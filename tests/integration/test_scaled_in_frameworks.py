@@ -30,6 +30,7 @@ def test_a_skipped_step_is_a_deleted_step(case):
   assert outcome.injected > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[::4], ids=name)
 def test_without_the_guard_every_case_is_lost(case):
   assert frameworks.attack(case, 6, np.random.default_rng(0), guard=False).lost

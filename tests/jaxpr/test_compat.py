@@ -26,6 +26,7 @@ def _jvp(fn):
   return lambda x: jax.jvp(fn, (x,), (x,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("around", [jax.grad, _jvp, jax.hessian, lambda f: jax.vmap(jax.grad(f))])
 def test_what_is_differentiated_comes_from_a_program_or_does_not(around, inside):

@@ -189,6 +189,7 @@ def test_what_is_elementwise_reads_its_own_position_alone():
     assert FACTS[name].elementwise == own or any(np.array_equal(before, x) for x in args), name
 
 
+@pytest.mark.slow
 def test_every_name_is_a_primitive(registered):
   _, with_pallas = registered
   assert sorted(set(NAMES) - with_pallas - NOT_IN_EVERY_JAX) == []

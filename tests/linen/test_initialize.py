@@ -164,6 +164,7 @@ def test_init_calls_a_module_that_raises_in_float32_in_its_compute_dtype(way, ru
     assert bits(found[col]) == bits(wanted[col])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["wrapper", "scope"])
 def test_init_shows_the_first_error_of_a_module_that_raises_in_both_dtypes(way):
   def refuses(x):
@@ -188,6 +189,7 @@ def test_what_init_computes_from_results_is_that_of_the_model(way):
   )
 
 
+@pytest.mark.slow
 @WAYS
 def test_each_module_stores_its_own_parameters_in_its_own_dtype(way):
   rules = [Rule(mpjax.Policy(param_dtype="float16"), path="inner"), Rule(None, path="norm")]

@@ -71,6 +71,7 @@ def variables():
   return found
 
 
+@pytest.mark.slow
 def test_what_only_half_is_made_of_is_stored_in_half(variables):
   half = "bfloat16"
   model = with_policy(Tagger(), f"mixed_{half}")
@@ -526,6 +527,7 @@ def test_a_model_is_called_in_a_function_of_flax():
   ]
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_submodule_is_in_low_precision():
   attention = nn.MultiHeadDotProductAttention(2, decode=True)
   found = [

@@ -108,6 +108,7 @@ def test_metrics_that_are_read_after_the_call_count_what_was_taken_back():
   assert found == (counts(one[1]), counts(other[1])) == ((1, 1, 1, False),) * 2
 
 
+@pytest.mark.slow
 def test_where_one_of_two_optimizers_has_skipped_the_other_keeps_its_moments_as_well():
   # Else they were of a step that the parameters have not made; split masters were others.
   labels = lambda params: jax.tree.map(lambda p: p.ndim, params)  # noqa: E731
@@ -260,6 +261,7 @@ def test_a_value_may_be_any_tree(wrap):
   check_that_a_skip_leaves_nothing(add_one, start, wrap)
 
 
+@pytest.mark.slow
 @WRAPS
 def test_a_dict_that_is_changed_in_place_is_put_back(wrap):
   def write(model):

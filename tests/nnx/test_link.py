@@ -4,6 +4,7 @@ import weakref
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import mpjax
@@ -32,6 +33,7 @@ def drops():
   return Does(lambda module, x: module.norm(module.drop(module.layer(x))), **parts)
 
 
+@pytest.mark.slow
 def test_a_mode_that_was_set_on_the_model_alone_is_an_error():
   model = drops()
   view = with_policy(model, "mixed_bfloat16")

@@ -203,6 +203,7 @@ class HoldsLinen(nnx.Module):
       return self.after(self.linen(x))
 
 
+@pytest.mark.slow
 def test_a_linen_module_inside_runs_under_the_policy_around_it_or_a_scope_inside():
   model = HoldsLinen(nnx.Rngs(0))
   with_policy(model, HALF)(X + 1)

@@ -294,6 +294,7 @@ def test_the_state_of_an_optimizer_in_host_memory():
   mpjax.check_loss_scaling(step)(PARAMS, jax.device_put(tx.init(PARAMS), host), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "guard", "how"),
   [

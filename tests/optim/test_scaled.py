@@ -586,6 +586,7 @@ def test_without_a_gradient_the_model_is_written_too(jit):
   assert_bit_equal(of(at_scale), of(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [plain, nnx.jit])
 def test_an_nnx_loss_that_closes_over_the_parameter_of_an_outer_gradient(jit):
   def of(wrap):

@@ -285,6 +285,7 @@ class Rotated(nn.Module):
     return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_positions_that_turn_queries_are_no_leak(interleaved):
   model, x = Rotated(interleaved), normal(64, 8)

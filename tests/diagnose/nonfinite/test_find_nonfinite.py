@@ -45,6 +45,7 @@ def test_the_planted_fault_is_found(name):
     assert found.device == wanted.device
 
 
+@pytest.mark.slow
 def test_a_root_of_zero_behind_a_where_is_skipped_and_named():
   """The loss is finite, and the slope of what `where` does not take is 0 * inf."""
 

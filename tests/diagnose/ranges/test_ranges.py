@@ -151,6 +151,7 @@ def test_a_training_step_with_a_loss_scale():
   assert report.lost_updates == 0
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_the_scale_of_a_state_that_the_function_creates_is_found():
   x, tx = jnp.ones((8, 8)), mpjax.loss_scaling(optax.sgd(1e-3))

@@ -102,6 +102,7 @@ def test_a_gradient_that_no_loss_scale_keeps_from_overflowing():
   assert "The largest gradient, 1e+06, overflows: float16 ends at 65504" in text
 
 
+@pytest.mark.slow
 def test_a_picture_is_written_and_not_left_open(tmp_path):
   matplotlib = pytest.importorskip("matplotlib")
   matplotlib.use("Agg")

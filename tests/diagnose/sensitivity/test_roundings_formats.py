@@ -90,6 +90,7 @@ def test_the_steps_of_a_recipe_are_neither_decisions_nor_left_out(kind, format):
   assert {row.operation for row in report.decisions} <= {"gt"}  # The ReLU of the model.
 
 
+@pytest.mark.slow
 @kinds
 @formats
 def test_a_healthy_model_needs_no_cure(kind, format):

@@ -87,6 +87,7 @@ def test_the_measured_error_is_that_of_the_function_itself():
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_modules_are_named_and_contributions_add_as_squares():
   report = mpjax.sensitivity(loss)(PARAMS, X)
   assert {row.path for row in report.roundings} <= {"Net", "Net/up", "Net/head"}

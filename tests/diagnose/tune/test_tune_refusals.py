@@ -42,6 +42,7 @@ frugal.defvjp(
 )
 
 
+@pytest.mark.slow
 def test_a_loss_in_float32_may_keep_low_precision_for_its_backward_pass():
   w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
   report = mpjax.tune(lambda w, x: jnp.sum(frugal(x, w) ** 2), tolerance=0.1)(w, x)

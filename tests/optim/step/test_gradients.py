@@ -135,6 +135,7 @@ def test_several_axes(devices, axes, check_vma):
   assert metrics["grad_norm"] == alone["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_batch_is_seen_in_the_order_of_devices(devices):
   # The key of each device and micro-batch is its own, and none is that of another step.
   def loss_fn(params, draws, batch, rng):

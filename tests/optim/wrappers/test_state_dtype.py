@@ -157,6 +157,7 @@ def test_a_decay_of_second_moments_that_is_out_of_reach_is_named():
       assert "rounding='stochastic'" in said
 
 
+@pytest.mark.slow
 def test_what_has_no_decay_is_not_named():
   # A maximum follows at once; an optimizer that wants more arguments is not measured.
   for inner in (optax.sm3(0.1), optax.chain(optax.yogi(0.1), optax.scale_by_polyak())):
