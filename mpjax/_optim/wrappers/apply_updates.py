@@ -82,7 +82,8 @@ def apply_updates(
     where = f"{call}(opt_state)"
     raise MpjaxTypeError(where, expected=expected, got=kind_of(opt_state), fix=fix)
   states = states_of(opt_state, MasterWeightsState)
-  refuse_around_masters(opt_state, f"{call}(opt_state)")
+  # An `nnx.Optimizer` and a `TrainState` have the state of the optimizer in an attribute.
+  refuse_around_masters(getattr(opt_state, "opt_state", opt_state), f"{call}(opt_state)")
   is_stochastic = rounding == "stochastic"
   # A master keeps the part that rounding cuts off. Random rounding would move the parameter away
   # from it.
