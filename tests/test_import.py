@@ -83,6 +83,22 @@ def test_type_checkers_and_python_import_the_same_names():
   assert said == {(name, mpjax._HOMES[name]) for name in lazy}
 
 
+def test_a_step_compiled_before_names_are_used_is_not_compiled_again():
+  # JAX would compile it again if a name created a user context.
+  done = run(
+    "import jax, jax.numpy as jnp, mpjax\n"
+    "@jax.jit\n"
+    "def step(x):\n"
+    "  print('traced')\n"
+    "  return mpjax.with_policy(jnp.matmul, 'mixed_bfloat16')(x, x)\n"
+    "step(jnp.ones((8, 8)))\n"
+    "for name in dir(mpjax): getattr(mpjax, name)\n"
+    "step(jnp.ones((8, 8)))"
+  )
+  assert done.stdout == "traced\n"
+  assert not done.stderr
+
+
 @pytest.mark.slow
 def test_threads_use_names_for_the_first_time_at_once():
   # As workers of a pool do, each of which needs something else first.

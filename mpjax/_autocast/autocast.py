@@ -46,8 +46,7 @@ from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import walk
-from mpjax._policy.active import AUTOCAST, outside_policies
-from mpjax._policy.audit_record import AUDIT
+from mpjax._policy.active import AUDIT, AUTOCAST, outside_policies
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, parse_rules, rewrites
 

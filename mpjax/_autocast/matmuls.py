@@ -29,7 +29,7 @@ from mpjax._matmul.format_rounding import ShownMatmul
 from mpjax._matmul.matmul import Matmul, RecipeMatmul, equation
 from mpjax._matmul.protocol import Recipe
 from mpjax._matmul.recipes import recipe_of
-from mpjax._policy.audit_record import AUDIT
+from mpjax._policy.active import AUDIT
 
 Operands: TypeAlias = Sequence[FloatValue | None]
 """The operands of an equation; None for operands that are not floating."""

@@ -31,8 +31,8 @@ from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
-from mpjax._policy.active import ACTIVE, EVERY, Active, Region
-from mpjax._policy.audit_record import AUDIT, AuditedModule
+from mpjax._policy.active import ACTIVE, AUDIT, EVERY, Active, Region
+from mpjax._policy.audit_record import AuditedModule
 from mpjax._policy.layers import Layers
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import ModulePolicy, computes_in_half, is_flax_norm

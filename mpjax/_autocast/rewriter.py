@@ -36,7 +36,7 @@ from mpjax._jaxpr.reader import (
   warn_not_entered,
   with_each,
 )
-from mpjax._policy.audit_record import AUDIT
+from mpjax._policy.active import AUDIT
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -28,7 +28,7 @@ from mpjax._jaxpr.compat import (
 from mpjax._jaxpr.locations import lines_of_call, location
 from mpjax._jaxpr.primitives import is_higher_order
 from mpjax._jaxpr.reader import Atom, aval_of, is_number
-from mpjax._policy.audit_record import AUDIT
+from mpjax._policy.active import AUDIT
 
 _LONG = 64  # Equations. A shorter jaxpr is inlined: it is easier to read, and a call costs time.
 

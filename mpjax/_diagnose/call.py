@@ -17,7 +17,8 @@ from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import Path, leaf_paths
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxpr.steps import body_of
-from mpjax._policy.audit_record import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AuditRecord
 
 
 def is_array(x: Leaf) -> bool:

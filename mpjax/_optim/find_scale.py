@@ -310,7 +310,10 @@ def find_scale(opt_state: OptState, where: str, name: str | None) -> OwnedScale:
   """Returns the one loss scale in `opt_state` (called `name`, if one is given)."""
   scales = scales_in(opt_state)
   if not scales:
-    fix = "Wrap the optimizer: tx = mpjax.loss_scaling(tx)."
+    fix = (
+      "Wrap the optimizer: tx = mpjax.loss_scaling(tx), or mpjax.loss_scaling(tx, "
+      "mpjax.SkipNonfinite()) in bfloat16, which needs no loss scale."
+    )
     if isinstance(opt_state, optax.GradientTransformation):
       fix = "Pass its state, opt_state = tx.init(params), or an nnx.Optimizer."
     elif is_nnx_object(opt_state):

@@ -49,7 +49,7 @@ from mpjax._jaxpr.compat import varying_axes
 from mpjax._optim.find_scale import find_scale, scale_reader
 from mpjax._optim.loss_scale import positive_scale
 from mpjax._optim.optimizer_trees import at_least_float32
-from mpjax._policy.audit_record import AUDIT
+from mpjax._policy.active import AUDIT
 
 _CALL = "mpjax.scaled"
 _WHERE = f"{_CALL}(loss_fn, opt_state)"

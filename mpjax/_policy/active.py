@@ -12,8 +12,13 @@ from mpjax._core.types import Class, DType
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy
 
+# JAX keeps compiled functions by the values of all user contexts, so once a context is added it
+# compiles each of them again. All contexts are in this module, which `import mpjax` imports.
 AUTOCAST = jax.make_user_context(None)
 """The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
+
+AUDIT = jax.make_user_context(None)
+"""The `AuditRecord` of the audit that traces in this thread; None outside of an audit."""
 
 FULL_PRECISION = "mpjax.full_precision"
 """The named scope that marks the region for autocast."""

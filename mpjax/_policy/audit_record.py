@@ -4,13 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax
-
 from mpjax._policy.policy import Policy
 from mpjax._policy.rules import Rule
-
-AUDIT = jax.make_user_context(None)
-"""The `AuditRecord` of the audit that traces in this thread; None outside of an audit."""
 
 
 class AuditedModule(NamedTuple):

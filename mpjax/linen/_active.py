@@ -7,8 +7,7 @@ from typing import Any
 import flax.linen as nn
 from flax.core import Scope
 
-from mpjax._policy.active import ACTIVE, Active, Region, outside_policies
-from mpjax._policy.audit_record import AUDIT
+from mpjax._policy.active import ACTIVE, AUDIT, Active, Region, outside_policies
 from mpjax._policy.rules import NO_POLICY, ModulePolicy, ModuleRecord, PolicyConfig, resolve_policy
 from mpjax.linen._repeated_call import TracedCall
 

@@ -113,7 +113,7 @@ def test_the_precision_that_a_setting_advises_is_that_of_float32_matmuls():
 
 def test_bfloat16_keeps_most_activations_in_half_of_the_bytes():
   """What the doctor says of a device without units for low precision."""
-  assert '"mixed_bfloat16" saves 5 to 50 % of the activations' in of(CPU).why
+  assert '"mixed_bfloat16" stores most activations in 2 bytes' in of(CPU).why
   x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 8), (8, 8)))
 
   def layers(w, x):

@@ -9,7 +9,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import mpjax
-from mpjax._policy.audit_record import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AuditRecord
 from tests.autocast.rig import under
 from tests.errors import refused
 from tests.format_oracle import normal

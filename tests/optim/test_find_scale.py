@@ -132,7 +132,7 @@ CALLS = {
 def test_states_without_a_scale_and_with_two():
   pair = {"actor": SCALED.init(PARAMS), "critic": SCALED.init(PARAMS)}
   none = optax.adam(1e-3).init(PARAMS), PARAMS, None, ()
-  made, wrap = "created by mpjax.loss_scaling", "tx = mpjax.loss_scaling(tx)"
+  made, wrap = "created by mpjax.loss_scaling", "mpjax.SkipNonfinite()) in bfloat16"
   for state, expected, got, fix in (
     (pair, "one loss scale", "one with 2, named [None, None]", "by name="),
     *((x, made, f"{kind_of(x)} without a loss scale", wrap) for x in none),

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from mpjax._policy.audit_record import AUDIT, AuditedModule, AuditRecord
+from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AuditedModule, AuditRecord
 from mpjax._policy.rules import Rule
 
 

@@ -32,8 +32,8 @@ from mpjax._jaxpr.count import sums_few_products
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import NOT_IN, Direction
 from mpjax._jaxpr.reader import is_object, warn_not_entered
-from mpjax._policy.active import FULL_PRECISION
-from mpjax._policy.audit_record import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT, FULL_PRECISION
+from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.policy import EXACT_FLOAT32
 
 _COSTLY = 0.05

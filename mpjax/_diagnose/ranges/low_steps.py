@@ -26,7 +26,8 @@ from mpjax._diagnose.parameter_scopes import (
 from mpjax._jaxpr.graph import Graph, Operation, Value
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.steps import Body, Step, body_of
-from mpjax._policy.audit_record import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AuditRecord
 
 _STEP = PREFIX + "step="
 """A mark with the number of the equation that an operation comes from."""

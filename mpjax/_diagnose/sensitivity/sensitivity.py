@@ -30,7 +30,8 @@ from mpjax._diagnose.sensitivity.roundings import Rounding
 from mpjax._diagnose.suggested_changes import Cure, cures_of
 from mpjax._jaxpr.graph import Graph, Value
 from mpjax._jaxpr.steps import Step, body_of
-from mpjax._policy.audit_record import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.policy import PolicyLike, parse_policy
 
 CALL = "mpjax.sensitivity(fn)"

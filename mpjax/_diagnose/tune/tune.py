@@ -34,7 +34,8 @@ from mpjax._diagnose.sensitivity.errors import errors_of
 from mpjax._diagnose.tune.report import Evaluation, ModuleReport, TuneReport
 from mpjax._diagnose.tune.rules import rules_for
 from mpjax._jaxpr.graph import Graph
-from mpjax._policy.audit_record import AUDIT, AuditRecord
+from mpjax._policy.active import AUDIT
+from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy
 from mpjax._policy.rules import Rule
 
