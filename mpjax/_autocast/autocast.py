@@ -192,8 +192,9 @@ def with_settings(
   def wrapped(*args: PyTree, **kwargs: PyTree) -> R:
     if outside_policies():  # Inside `full_precision` or `low_precision` no policy is active.
       return fn(*args, **kwargs)
-    if AUDIT.value is not None and not settings.modules:
-      AUDIT.value.uses.add("autocast")
+    audit = AUDIT.value
+    if audit is not None and not settings.modules:
+      audit.uses.add("autocast")
     name = getattr(fn, "__name__", type(fn).__name__)
     boundary = Boundary((args, kwargs))
     # The traced leaves by their position among all. The others are passed as they are.
@@ -239,7 +240,12 @@ def with_settings(
       ins.append(kind if x.dtype in FLOATS else None)
     outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
     flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
-    now = dataclasses.replace(settings, default_precision=default_precision())
+    now = dataclasses.replace(
+      settings,
+      default_precision=default_precision(),
+      is_audited=audit is not None,
+      shows_roundings=audit is not None and audit.shows_roundings,
+    )
     consts = kinds_of_constants(program.consts, now)
     new = rewrite(program.jaxpr, (*ins,), outs, flags, ScopedSettings(now), consts)
     if new.linear_algebra:  # Without a line of the user.

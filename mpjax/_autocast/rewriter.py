@@ -36,7 +36,6 @@ from mpjax._jaxpr.reader import (
   warn_not_entered,
   with_each,
 )
-from mpjax._policy.audit_record import AUDIT
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -220,8 +219,7 @@ class Rewriter:
     """Returns a number in another dtype, or `number` in the type of a scalar."""
     rounded = literal_as(literal, dtype, number)
     exact = literal_as(literal, FLOAT32, number)
-    record = AUDIT.value
-    if record is None or not record.shows_roundings or exact.val == rounded.val:
+    if not self.settings.shows_roundings or exact.val == rounded.val:
       return rounded
     # The largest number is not rounded, but becomes the largest of the dtype.
     if not np.isfinite(exact.val.astype(dtype)):
@@ -335,7 +333,7 @@ class Rewriter:
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
-        if AUDIT.value is not None:
+        if self.settings.is_audited:
           names[id(stack)] = with_scope(stack, mark_of(self.scope_policies(eqn).region))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)

@@ -41,6 +41,10 @@ class Settings:
   # Whether modules of a framework are called. Their parameters are known, so other arguments and
   # closed-over arrays are inputs. In an `autocast` function these are parameters.
   modules: bool = False
+  # Whether an audit reads the new jaxpr, whose equations then have marks, and whether each rounding
+  # is an operation in it: see `AuditRecord`. A function may hold a jaxpr that was rewritten before.
+  is_audited: bool = False
+  shows_roundings: bool = False
 
 
 class ScopedSettings(NamedTuple):
