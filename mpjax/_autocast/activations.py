@@ -152,7 +152,7 @@ def is_one_equation(rewriter: Rewriter, function: Activation) -> bool:
   # Where the function begins, the values that it gates may not be written yet.
   kinds = [kind for v in function.eqns[0].invars if (kind := rewriter.kind(v)) is not None]
   is_activation = any(kind.role >= Role.UNROUNDED for kind in kinds)
-  return first.compute_dtype is not None and not apart and is_activation
+  return first.low_dtype is not None and not apart and is_activation
 
 
 def write_activation(rewriter: Rewriter, function: Activation) -> None:

@@ -49,7 +49,7 @@ from mpjax._jaxpr.reader import walk
 from mpjax._policy.active import AUTOCAST, outside_policies
 from mpjax._policy.audit_record import AUDIT
 from mpjax._policy.policy import PolicyLike, parse_policy
-from mpjax._policy.rules import Rule, parse_rules, rewrites
+from mpjax._policy.rules import Rule, low_dtype_of, parse_rules, rewrites
 
 R = TypeVar("R")
 
@@ -300,8 +300,7 @@ def _traced_in_float32(
     shown = {"dtype": FLOAT32, "weak_type": False}
     types = [x.update(**shown) if x.dtype in HALVES else x for x in types]
   # The low-precision dtype of an `autocast` function. Modules have one each.
-  dtype = settings.policy.compute_dtype
-  low = None if settings.modules or dtype not in HALVES else dtype
+  low = None if settings.modules else low_dtype_of(settings.policy)
   # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the trace.
   before = set(map(id, haiku_state()))
   try:

@@ -150,7 +150,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
 
 def runs_as_written(eqn: JaxprEqn, scope_policy: ScopePolicy) -> bool:
   """Whether the user or a rule has chosen the precision of an operation."""
-  if scope_policy.compute_dtype is None or eqn.params.get("out_dtype") is not None:
+  if scope_policy.low_dtype is None or eqn.params.get("out_dtype") is not None:
     return True
   # A precision only matters for float32. A matmul of low-precision operands reads no float32.
   if FLOAT32 not in map(dtype_of, eqn.invars):

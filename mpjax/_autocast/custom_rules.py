@@ -67,7 +67,7 @@ class _Custom(NamedTuple):
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
   state: Active | None
-  compute_dtype: DType | None  # the low-precision compute dtype at the equation
+  low_dtype: DType | None  # the low-precision compute dtype at the equation
 
   def run(
     self,
@@ -95,7 +95,7 @@ class _Custom(NamedTuple):
 
     @functools.wraps(rule)
     def in_state(*args: PyTree) -> PyTree:
-      with ACTIVE(self.state), AUTOCAST(self.compute_dtype):
+      with ACTIVE(self.state), AUTOCAST(self.low_dtype):
         return rule(*args)
 
     # Shapes come from the operands: under `vmap`, an operand of a batch rule has one more axis.
@@ -305,7 +305,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     rewriter.scope_policies.inside(eqn),
     rewriter.rewrite,
     state,
-    scope_policy.compute_dtype,
+    scope_policy.low_dtype,
   )
   match facts_of(eqn).holds:
     case Holds.CUSTOM_JVP:

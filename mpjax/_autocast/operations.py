@@ -52,12 +52,12 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
   if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
     return _end(rewriter, eqn)
-  if scope_policy.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
+  if scope_policy.low_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
     return as_traced(rewriter, eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
-  low = scope_policy.compute_dtype
+  low = scope_policy.low_dtype
   for dtype in map(dtype_of, eqn.invars):
     if dtype is not None and dtype in HALVES:  # The user has cast an operand.
       low = dtype
@@ -118,7 +118,7 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   """Writes an operation as it was traced; linear algebra of an activation warns."""
   kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
   rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.scope_policies(eqn).compute_dtype is not None
+  in_policy = rewriter.scope_policies(eqn).low_dtype is not None
   if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
     rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
   rewriter.write_as_traced(eqn, inners)

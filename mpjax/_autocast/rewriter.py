@@ -283,7 +283,7 @@ class Rewriter:
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
     )
-    if is_unknown and scope_policy.compute_dtype is not None and not is_object(eqn):
+    if is_unknown and scope_policy.low_dtype is not None and not is_object(eqn):
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]

@@ -321,9 +321,14 @@ def policy_text(policy: Policy | None) -> str:
   return repr(None if policy is None else str(policy))
 
 
+def low_dtype_of(policy: Policy | None) -> DType | None:
+  """Returns the compute dtype of a policy if it is low precision; None without one."""
+  return policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
+
+
 def computes_in_half(policy: Policy | None) -> bool:
   """Whether operations under a policy run in low precision."""
-  return policy is not None and policy.compute_dtype in HALVES
+  return low_dtype_of(policy) is not None
 
 
 def rewrites(policy: Policy | None) -> bool:

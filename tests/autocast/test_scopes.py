@@ -87,7 +87,7 @@ EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
 def test_the_innermost_mark_decides(marks, dtype, as_written):
   scope = ("Net", *(name for mark in marks for name in (mark, "layer")))
   scope_policy = policy_at(ScopedSettings(HALF, scope))
-  assert (scope_policy.compute_dtype, scope_policy.as_written) == (dtype, as_written)
+  assert (scope_policy.low_dtype, scope_policy.as_written) == (dtype, as_written)
 
 
 def two_regions(w, x):

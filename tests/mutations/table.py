@@ -909,7 +909,7 @@ mpjax/_autocast/kernels.py::low_precision
 + jax.named_scope("region")
 ::test_low_precision_leaves_what_is_inside_as_it_is_written
 
-mpjax/_autocast/kernels.py::_compute_dtype
+mpjax/_autocast/kernels.py::_low_dtype
 
 119 low_precision in a module takes the dtype of no policy
 - state is not None and (state.outside_policies or state.region is not None)
