@@ -23,7 +23,6 @@ rounded. The values are the same.
 """
 
 import dataclasses
-import operator
 
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import (
@@ -202,7 +201,7 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
   # `x + 1` counts as arithmetic on one array. A sum of two values ignores SUM: only products
   # before a sum are widened, not the sums themselves.
   has_number = any(v is not None and v.kind.role == Role.NUMBER for v in values)
-  if facts_of(eqn).folds is not operator.add or has_number:
+  if not facts_of(eqn).adds or has_number:
     return bool(flags & (Flag.FLOAT32 | Flag.SUM))
   return bool(flags & Flag.FLOAT32) and not adds_arrays(eqn)
 

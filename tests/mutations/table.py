@@ -757,8 +757,8 @@ mpjax/_autocast/operations.py::_is_widened
 ::test_the_addition_of_two_arrays_is_not_widened
 
 105 a mask is added in low precision
-- facts_of(eqn).folds is not operator.add or has_number
-+ facts_of(eqn).folds is not operator.add
+- not facts_of(eqn).adds or has_number
++ not facts_of(eqn).adds
 ::test_the_addition_of_two_arrays_is_not_widened
 
 91 moves are widened as arithmetic is
