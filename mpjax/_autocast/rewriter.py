@@ -98,13 +98,14 @@ class Rewriter:
     self,
     jaxpr: Jaxpr,
     scoped: ScopedSettings,
-    outs: tuple[int, ...],
-    ins: Origins,
+    flags: tuple[int, ...],
+    origins: Origins,
     rewrite: Rewrite,
   ) -> None:
     self.settings, self.rewrite = scoped.settings, rewrite
-    # The flags of the old variables, and a function from an equation to its policy.
-    self.flags, self.scope_policies = flags_of(jaxpr, tuple(outs), ins, scoped)
+    # From the flags of the results and the origins of the arguments: the flags of all old
+    # variables, and a function from an equation to its policy.
+    self.flags, self.scope_policies = flags_of(jaxpr, flags, origins, scoped)
     self.origins = self.flags.origins  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
