@@ -49,7 +49,7 @@ from mpjax._jaxpr.reader import walk
 from mpjax._policy.active import AUTOCAST, outside_policies
 from mpjax._policy.audit_record import AUDIT
 from mpjax._policy.policy import PolicyLike, parse_policy
-from mpjax._policy.rules import Rule, low_dtype_of, parse_rules, rewrites
+from mpjax._policy.rules import Rule, parse_rules, rewrites
 
 R = TypeVar("R")
 
@@ -289,12 +289,12 @@ def _traced_in_float32(
     # Modules see float32, also for parameters that are stored in low precision.
     shown = {"dtype": FLOAT32, "weak_type": False}
     types = [x.update(**shown) if x.dtype in HALVES else x for x in types]
-  # The low-precision dtype of an `autocast` function. Modules have one each.
-  low = None if settings.modules else low_dtype_of(settings.policy)
+  # The dtype of an `autocast` function. Modules have one each.
+  dtype = None if settings.modules else settings.policy.compute_dtype
   # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the trace.
   before = set(map(id, haiku_state()))
   try:
-    with AUTOCAST(low):
+    with AUTOCAST(dtype):
       program = traced(flat)(*types)
   except (NotTraceable, *flax_errors("TraceContextError")) as error:
     if settings.modules:  # `attempts` in module_calls.py then runs the body as Python.
@@ -348,7 +348,7 @@ def _rewritten(
   now = dataclasses.replace(
     settings,
     default_precision=default_precision(),
-    is_audited=audit is not None,
+    keeps_marks=audit is not None or AUTOCAST.value is not None,
     shows_roundings=audit is not None and audit.shows_roundings,
   )
   consts = kinds_of_constants(program.consts, now)

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from mpjax._autocast.scopes import OWN_DTYPE, mark_of, scope_of
 from mpjax._core.frameworks import check_function
 from mpjax._core.trees import cast_arrays
-from mpjax._core.types import FLOAT32, DType, P
+from mpjax._core.types import FLOAT32, HALVES, DType, P
 from mpjax._core.wrappers import wraps
 from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import dtype_of
@@ -72,7 +72,7 @@ def _low_dtype() -> DType | None:
   if state is not None and (state.outside_policies or state.region is not None):
     region = None if state.outside_policies else state.region
     return None if region is None else low_dtype_of(region.policy)
-  return AUTOCAST.value
+  return AUTOCAST.value if AUTOCAST.value in HALVES else None
 
 
 class KernelInFloat32(Exception):

@@ -31,7 +31,7 @@ from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
-from mpjax._policy.active import ACTIVE, EVERY, Active, Region
+from mpjax._policy.active import ACTIVE, AUTOCAST, EVERY, Active, Region
 from mpjax._policy.audit_record import AUDIT, AuditedModule
 from mpjax._policy.layers import Layers
 from mpjax._policy.policy import Policy
@@ -303,8 +303,8 @@ class ModuleCall(NamedTuple):
       rule, hidden = self.resolved.rule, self.resolved.hidden
       AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
     around = ACTIVE.value
-    if not inner.tracing:  # Only an audit reads the mark.
-      is_marked = AUDIT.value is not None
+    if not inner.tracing:  # Only an audit, or an `autocast` function around, reads the mark.
+      is_marked = AUDIT.value is not None or AUTOCAST.value is not None
     else:  # The operations inherit the mark of the module around if it names the same policy.
       is_marked = around is None or around.region != inner.region
     if is_marked and inner.region is not None:

@@ -326,7 +326,7 @@ class Rewriter:
       warnings.warn_explicit(text, UserWarning, where.source.file, where.source.line)
 
   def shown(self) -> list[JaxprEqn]:
-    """Returns the written equations without marks, except the marks for an audit."""
+    """Returns the written equations without marks, or with those of their regions."""
     # New name stacks by the id of the old: thousands of equations share a few. The equations keep
     # the old stacks alive, so no id is reused.
     names: dict[int, NameStack] = {}
@@ -334,7 +334,7 @@ class Rewriter:
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
-        if self.settings.is_audited:
+        if self.settings.keeps_marks:
           names[id(stack)] = with_scope(stack, mark_of(self.scope_policies(eqn).region))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)

@@ -48,10 +48,10 @@ class Settings:
   # Whether modules of a framework are called. Their parameters are known, so other arguments and
   # closed-over arrays are inputs. In an `autocast` function these are parameters.
   modules: bool = False
-  # Whether an audit reads the new jaxpr, whose equations then have marks, and whether each rounding
-  # is an operation in it: see `AuditRecord`. A function may hold a jaxpr that was rewritten before.
-  is_audited: bool = False
-  shows_roundings: bool = False
+  # Whether the new equations have the marks of their regions. An audit reads these, and so does an
+  # `autocast` function around, which would otherwise rewrite the equations by its own policy.
+  keeps_marks: bool = False
+  shows_roundings: bool = False  # whether each rounding is an operation, see `AuditRecord`
 
 
 class ScopedSettings(NamedTuple):

@@ -13,7 +13,10 @@ from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy
 
 AUTOCAST = jax.make_user_context(None)
-"""The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
+"""The compute dtype of the `autocast` function that is being traced, also float32; None if none.
+
+Its operations will be rewritten. Modules inside therefore mark those that have a policy already.
+"""
 
 FULL_PRECISION = "mpjax.full_precision"
 """The named scope that marks the region for autocast."""

@@ -146,6 +146,28 @@ def test_rules(lib, name):
   assert seen(call) == wanted
 
 
+AROUND = {
+  "low precision": {"policy": "float16"},
+  "a low-precision rule": {"policy": "float32", "rules": [Rule("float16", path="**")]},
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("name", RULES)
+def test_a_model_keeps_its_policies_in_an_autocast_function(lib, name, around):
+  rules, wanted = RULES[name]
+  call = lib.call(net(), "bfloat16", rules(lib), unmatched="ignore")
+  assert seen(mpjax.autocast(call, **around)) == wanted
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("policy", ["float32", None])
+def test_a_model_that_is_not_rewritten_stays_so_in_an_autocast_function(lib, policy, around):
+  call = mpjax.autocast(lib.call(net(), policy, ()), **around)
+  assert seen(call) == everywhere("float32")
+  assert "mpjax." not in jax.jit(call).lower(X).as_text(debug_info=True)
+
+
 def test_none_leaves_all_but_what_rules_pick_out(lib):
   rules = [Rule("mixed_float16", path="one")]
   wanted = everywhere("float32", one="float16", one__leaf="float16")

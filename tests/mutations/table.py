@@ -1064,6 +1064,20 @@ mpjax/nnx/_link.py::note_mode
 - modes[name] = vars(model).get(name)
 + del modes[name]
 ::test_a_mode_of_the_model_alone_is_an_error_also_if_that_of_the_view_was_set_before
+
+mpjax/_autocast/autocast.py::_rewritten
+
+140 an autocast function around a model undoes the rules of the model
+- audit is not None or AUTOCAST.value is not None
++ audit is not None
+tests/integration/test_which_policy.py::test_a_model_keeps_its_policies_in_an_autocast_function
+
+mpjax/_autocast/module_calls.py::ModuleCall.run
+
+141 a float32 model runs in low precision in an autocast function
+- AUDIT.value is not None or AUTOCAST.value is not None
++ AUDIT.value is not None
+tests/integration/test_which_policy.py::test_a_model_that_is_not_rewritten_stays_so_in_an_autocast_function
 """
 
 MUTATIONS = parsed(TABLE)
