@@ -289,12 +289,10 @@ def _traced_in_float32(
     # Modules see float32, also for parameters that are stored in low precision.
     shown = {"dtype": FLOAT32, "weak_type": False}
     types = [x.update(**shown) if x.dtype in HALVES else x for x in types]
-  # The dtype of an `autocast` function. Modules have one each.
-  dtype = None if settings.modules else settings.policy.compute_dtype
   # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the trace.
   before = set(map(id, haiku_state()))
   try:
-    with AUTOCAST(dtype):
+    with AUTOCAST(settings.policy.compute_dtype):
       program = traced(flat)(*types)
   except (NotTraceable, *flax_errors("TraceContextError")) as error:
     if settings.modules:  # `attempts` in module_calls.py then runs the body as Python.

@@ -303,7 +303,7 @@ class ModuleCall(NamedTuple):
       rule, hidden = self.resolved.rule, self.resolved.hidden
       AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
     around = ACTIVE.value
-    if not inner.tracing:  # Only an audit, or an `autocast` function around, reads the mark.
+    if not inner.tracing:  # Only an audit, or a rewriting around, reads the mark.
       is_marked = AUDIT.value is not None or AUTOCAST.value is not None
     else:  # The operations inherit the mark of the module around if it names the same policy.
       is_marked = around is None or around.region != inner.region

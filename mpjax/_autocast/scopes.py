@@ -48,8 +48,8 @@ class Settings:
   # Whether modules of a framework are called. Their parameters are known, so other arguments and
   # closed-over arrays are inputs. In an `autocast` function these are parameters.
   modules: bool = False
-  # Whether the new equations have the marks of their regions. An audit reads these, and so does an
-  # `autocast` function around, which would otherwise rewrite the equations by its own policy.
+  # Whether the new equations have the marks of their regions. An audit reads these, and so does a
+  # rewriting around, which would otherwise write the equations by the policy there.
   keeps_marks: bool = False
   shows_roundings: bool = False  # whether each rounding is an operation, see `AuditRecord`
 

@@ -13,9 +13,9 @@ from mpjax._policy.policy import Policy
 from mpjax._policy.rules import NO_POLICY, ModulePolicy
 
 AUTOCAST = jax.make_user_context(None)
-"""The compute dtype of the `autocast` function that is being traced, also float32; None if none.
+"""The compute dtype of the function that is being traced for a rewriting, also float32, or None.
 
-Its operations will be rewritten. Modules inside therefore mark those that have a policy already.
+Operations inside that have a policy of their own keep its marks, so that they keep the policy.
 """
 
 FULL_PRECISION = "mpjax.full_precision"
