@@ -179,9 +179,9 @@ def test_an_autocast_function_keeps_its_policies_in_a_model(lib):
   ):
     fn = mpjax.autocast(product, policy, rules=rules)
     for around in ("bfloat16", "float32", None):
-      call = lib.call(module(lambda m, x, fn=fn: fn(x)), around, ())
-      found = products(jax.make_jaxpr(call)(X))
-      assert [each.dtypes for each in found] == [(wanted, wanted)], (policy, around)
+      net = module(lambda m, x, fn=fn: fn(m.layer(x)), layer=parts.dense(8, 8))
+      _, found = products(jax.make_jaxpr(lib.call(net, around, ()))(X))
+      assert found.dtypes == (wanted, wanted), (policy, around)
 
 
 def test_none_leaves_all_but_what_rules_pick_out(lib):
