@@ -293,7 +293,30 @@ class ModuleCall(NamedTuple):
       elif policy.compute_dtype == FLOAT32:
         args, kwargs = map_arrays(low_to_float32, (args, kwargs))
 
-    # The marks of the operations, for the rewriter and an audit.
+    marks = self._marks(is_replaced=is_replaced)
+    with contextlib.ExitStack() as scopes:
+      scopes.enter_context(ACTIVE(inner))
+      for name in marks:
+        scopes.enter_context(jax.named_scope(name))
+      if fields:
+        scopes.enter_context(_set(module, fields))
+      try:
+        return method(*args, **kwargs)
+      except REFUSALS as error:
+        if policy is not None and inner.failed is not None:
+          inner.failed.append(type(module))
+        of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
+        # The error of an abstract method has no text.
+        if policy is not None and of_dtypes and error.args:
+          _note_module(error, self.path, type(module).__name__, str(policy))
+        raise
+
+  def _marks(self, *, is_replaced: bool) -> list[str]:
+    """Returns the marks of the module's operations, and notes the module for an audit.
+
+    `is_replaced` says whether float32 replaces the module's own `dtype`.
+    """
+    module, inner, policy = self.module, self.inner, self.resolved.policy
     marks: list[str] = []
     if AUDIT.value is not None:
       marks.append(MODULE + self.path)
@@ -317,23 +340,7 @@ class ModuleCall(NamedTuple):
         marks.append(AS_GIVEN)
       if is_replaced:
         marks.append(OWN_DTYPE + type(module).__qualname__)
-
-    with contextlib.ExitStack() as scopes:
-      scopes.enter_context(ACTIVE(inner))
-      for name in marks:
-        scopes.enter_context(jax.named_scope(name))
-      if fields:
-        scopes.enter_context(_set(module, fields))
-      try:
-        return method(*args, **kwargs)
-      except REFUSALS as error:
-        if policy is not None and inner.failed is not None:
-          inner.failed.append(type(module))
-        of_dtypes = isinstance(error, _OF_DTYPES) and not isinstance(error, _NOT_NOTED)
-        # The error of an abstract method has no text.
-        if policy is not None and of_dtypes and error.args:
-          _note_module(error, self.path, type(module).__name__, str(policy))
-        raise
+    return marks
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns the result of the method, or of a step of a generator, in its dtype."""

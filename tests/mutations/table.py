@@ -1072,7 +1072,7 @@ mpjax/_autocast/autocast.py::_rewritten
 + audit is not None
 tests/integration/test_which_policy.py::test_a_model_keeps_its_policies_in_an_autocast_function
 
-mpjax/_autocast/module_calls.py::ModuleCall.run
+mpjax/_autocast/module_calls.py::ModuleCall._marks
 
 141 a float32 model runs in low precision in an autocast function
 - AUDIT.value is not None or AUTOCAST.value is not None
