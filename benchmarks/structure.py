@@ -29,6 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
@@ -164,6 +165,13 @@ def nnx_call() -> Callable[[], object]:
   return lambda: model(x)
 
 
+def linen_call() -> Callable[[], object]:
+  model = mpjax.with_policy(nn.Dense(8), "mixed_bfloat16")
+  x = jnp.ones((8, 8))
+  variables = model.init(jax.random.key(0), x)
+  return lambda: model.apply(variables, x)
+
+
 def update_of(wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]):
   params = {"w": jnp.ones(3)}
   tx = wrap(optax.sgd(0.1))
@@ -189,7 +197,6 @@ def check_of_a_step() -> Callable[[], object]:
 
 def quantized_call() -> Callable[[], object]:
   import qwix  # pyright: ignore[reportMissingImports]  # not one of our extras
-  from flax import linen as nn
 
   rules = [qwix.QuantizationRule(module_path=".*", weight_qtype="int8", act_qtype="int8")]
   model = qwix.quantize_model(nn.Dense(8), qwix.QtProvider(rules))
@@ -209,6 +216,7 @@ def filtered_call() -> Callable[[], object]:
 WAYS = (
   Way("mpjax", "autocast: a matmul", autocast_matmul),
   Way("mpjax", "with_policy: a call of an NNX Linear", nnx_call),
+  Way("mpjax", "with_policy: apply of a Linen Dense", linen_call),
   Way("mpjax", "loss_scaling: update", functools.partial(update_of, mpjax.loss_scaling)),
   Way("mpjax", "check_loss_scaling of a step", check_of_a_step),
   Way("qwix", "a quantized call of a Dense", quantized_call),

@@ -31,7 +31,7 @@ from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, jaxpr_of, placed_like
 from mpjax._jaxpr.compat import context_of
-from mpjax._jaxpr.op_lists import OpLists
+from mpjax._jaxpr.op_lists import OpLists, part_of
 from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import aval_of, dtype_of, is_number, shape_of
 from mpjax._matmul.block_dot import placed, spec_of
@@ -122,7 +122,7 @@ def _computes_in_float32(eqn: JaxprEqn, ops: OpLists) -> bool:
   """Whether an operation takes numbers and float32 arrays of the shape of its result."""
   # The equation computes in float32. If the user's lists put an operation into `half` or `opaque`,
   # it stays outside.
-  if ops.part_of(eqn.primitive.name, eqn.params) not in ("promote", "keep", "float32"):
+  if part_of(eqn, ops) not in ("promote", "keep", "float32"):
     return False
   # A slope is multiplied by the tangent of a root, so a broadcast or a cast ends the chain.
   (out,) = eqn.outvars
@@ -152,7 +152,7 @@ def is_one_equation(rewriter: Rewriter, function: Activation) -> bool:
   # Where the function begins, the values that it gates may not be written yet.
   kinds = [kind for v in function.eqns[0].invars if (kind := rewriter.kind(v)) is not None]
   is_activation = any(kind.role >= Role.UNROUNDED for kind in kinds)
-  return first.compute_dtype is not None and not apart and is_activation
+  return first.low_dtype is not None and not apart and is_activation
 
 
 def write_activation(rewriter: Rewriter, function: Activation) -> None:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from mpjax._autocast.custom_rules import instantiated
 from mpjax._autocast.kinds import Kind, Role, kind_of_input, kinds_of_constants
 from mpjax._autocast.precision import default_precision, refusals_explained, traced
 from mpjax._autocast.rewrite import rewrite
-from mpjax._autocast.rewriter import LINEAR_ALGEBRA
+from mpjax._autocast.rewriter import LINEAR_ALGEBRA, Rewritten
 from mpjax._autocast.run import run
 from mpjax._autocast.scopes import ScopedSettings, Settings, check_rules_match
 from mpjax._core.errors import MpjaxTypeError, check_call, check_int, check_value, flax_errors
@@ -199,9 +199,7 @@ def with_settings(
     leaves = enumerate(boundary.leaves)
     arrays = {i: x for i, x in leaves if _is_argument(x, settings.modules)}
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays.values()]
-    # The results of the traces: the leaves, a function that builds the user's tree from others, and
-    # for each array its dtype, None if it may have any.
-    returned: list[tuple[list[Leaf], Callable[..., R], list[DType | None]]] = []
+    returned: list[_Returned] = []  # by each trace
 
     def flat(*operands: Array) -> list[Array]:
       """Calls `fn` with other arrays and returns the arrays that it computes."""
@@ -215,7 +213,7 @@ def with_settings(
       # No tracer may outlive its trace.
       rest = [_TRACED if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
       # JAX accepts only arrays as results of a trace.
-      returned.append((rest, outside, fixed))
+      returned.append(_Returned(rest, outside, fixed))
       return [x.array if isinstance(x, InDtype) else x for x in computed]
 
     program = _traced_in_float32(fn, flat, operands, settings, name, where)
@@ -229,18 +227,8 @@ def with_settings(
 
     # Leaves are compared by identity, since `data` returns some of the user's arguments.
     inputs = set(map(id, () if data is None else data(args)))
-    decides = [id(x) in inputs for x in arrays.values()]
-    # Kinds have the stored dtypes of the operands, which a trace of modules does not see.
-    ins: list[Kind | None] = []
-    for x, is_input in zip(operands, decides, strict=True):
-      parameter = Kind(Role.PARAMETER, x.dtype, weight=True)
-      kind = kind_of_input(x.dtype) if is_input else parameter
-      ins.append(kind if x.dtype in FLOATS else None)
-    outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
-    flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
-    now = dataclasses.replace(settings, default_precision=default_precision())
-    consts = kinds_of_constants(program.consts, now)
-    new = rewrite(program.jaxpr, (*ins,), outs, flags, ScopedSettings(now), consts)
+    are_inputs = [id(x) in inputs for x in arrays.values()]
+    new = _rewritten(program, operands, are_inputs, dtypes, settings, returns_sums)
     if new.linear_algebra:  # Without a line of the user.
       text = LINEAR_ALGEBRA.format(names=", ".join(new.linear_algebra))
       warnings.warn(text, UserWarning, stacklevel=2)
@@ -254,7 +242,7 @@ def with_settings(
       again = functools.partial(
         with_settings, settings=settings, where=where, returns_sums=returns_sums
       )
-      computed = _differentiated_at_once(run_rewritten, flat, decides, again)
+      computed = _differentiated_at_once(run_rewritten, flat, are_inputs, again)
     # Outside of `jit` the operations are compiled here, so errors of the device are raised here.
     with refusals_explained(where):
       found = iter(computed(*operands))
@@ -264,6 +252,14 @@ def with_settings(
 
 
 _TRACED = object()  # Replaces a tracer.
+
+
+class _Returned(NamedTuple):
+  """The results of a function that was traced, without tracers."""
+
+  leaves: list[Leaf]  # `_TRACED` in place of each array
+  outside: Function  # builds the user's result from leaves with the computed arrays
+  dtypes: list[DType | None]  # of the arrays; None if an array may have any
 
 
 def _is_argument(x: Leaf, modules: bool) -> bool:
@@ -292,13 +288,10 @@ def _traced_in_float32(
     # Modules see float32, also for parameters that are stored in low precision.
     shown = {"dtype": FLOAT32, "weak_type": False}
     types = [x.update(**shown) if x.dtype in HALVES else x for x in types]
-  # The low-precision dtype of an `autocast` function. Modules have one each.
-  dtype = settings.policy.compute_dtype
-  low = None if settings.modules or dtype not in HALVES else dtype
   # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the trace.
   before = set(map(id, haiku_state()))
   try:
-    with AUTOCAST(low):
+    with AUTOCAST(settings.policy.compute_dtype):
       program = traced(flat)(*types)
   except (NotTraceable, *flax_errors("TraceContextError")) as error:
     if settings.modules:  # `attempts` in module_calls.py then runs the body as Python.
@@ -321,6 +314,42 @@ def _traced_in_float32(
       fix="Transform the function first: mpjax.autocast(hk.transform(fn).apply).",
     )
   return program
+
+
+def _rewritten(
+  program: ClosedJaxpr,
+  operands: Sequence[Array],
+  are_inputs: Sequence[bool],
+  dtypes: Sequence[DType | None],
+  settings: Settings,
+  returns_sums: bool,
+) -> Rewritten:
+  """Returns the jaxpr of a function, rewritten for its operands and for where it runs now.
+
+  Args:
+    program: the jaxpr as it was traced.
+    operands: the operands in their stored dtypes, which a trace of modules does not see.
+    are_inputs: whether each operand is an input. The others are parameters.
+    dtypes: the dtype of each result; None if it may have any.
+    settings: the settings of the function.
+    returns_sums: see `with_settings`.
+  """
+  ins: list[Kind | None] = []
+  for x, is_input in zip(operands, are_inputs, strict=True):
+    parameter = Kind(Role.PARAMETER, x.dtype, weight=True)
+    kind = kind_of_input(x.dtype) if is_input else parameter
+    ins.append(kind if x.dtype in FLOATS else None)
+  outs = tuple(dtype if dtype in FLOATS else None for dtype in dtypes)
+  flags = tuple(flags_of_result(dtype, output=returns_sums) for dtype in outs)
+  audit = AUDIT.value
+  now = dataclasses.replace(
+    settings,
+    default_precision=default_precision(),
+    keeps_marks=audit is not None or AUTOCAST.value is not None,
+    shows_roundings=audit is not None and audit.shows_roundings,
+  )
+  consts = kinds_of_constants(program.consts, now)
+  return rewrite(program.jaxpr, (*ins,), outs, flags, ScopedSettings(now), consts)
 
 
 # Derivative rules that close over values of the function.
@@ -346,7 +375,7 @@ def _has_rule_that_closes_over(program: ClosedJaxpr) -> bool:
 def _differentiated_at_once(
   call: Callable[..., list[Array]],
   original: Callable[..., list[Array]],
-  decides: Sequence[bool],
+  are_inputs: Sequence[bool],
   autocast_again: Callable[..., Function],
 ) -> Callable[..., list[Array]]:
   """Returns `call` with the gradient of `original`, rewritten by `autocast_again`."""
@@ -378,7 +407,7 @@ def _differentiated_at_once(
       return {i: InDtype(x, moving[i].dtype) for i, x in returned.items()}
 
     def data(args: Args) -> list[Leaf]:
-      return [x for i, x in args[0].items() if decides[i]]
+      return [x for i, x in args[0].items() if are_inputs[i]]
 
     cast_gradients = autocast_again(gradients, data=data, results=with_dtypes)
     by_position = cast_gradients(values, [*map(instantiated, cotangents)])

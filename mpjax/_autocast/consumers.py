@@ -7,7 +7,6 @@ precision stop them. The addition of two arrays stops them too, and gives its op
 A flag can only widen an operation.
 """
 
-import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -150,7 +149,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
 
 def runs_as_written(eqn: JaxprEqn, scope_policy: ScopePolicy) -> bool:
   """Whether the user or a rule has chosen the precision of an operation."""
-  if scope_policy.compute_dtype is None or eqn.params.get("out_dtype") is not None:
+  if scope_policy.low_dtype is None or eqn.params.get("out_dtype") is not None:
     return True
   # A precision only matters for float32. A matmul of low-precision operands reads no float32.
   if FLOAT32 not in map(dtype_of, eqn.invars):
@@ -171,7 +170,7 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
     # Otherwise a norm of a residual stream would make the stream and all its branches float32.
     passed = 0 if adds_arrays(eqn) else behind
     # Arithmetic that a sum widens is itself a consumer in float32.
-    widened = behind & Flag.SUM and facts.arithmetic and facts.folds is not operator.add
+    widened = behind & Flag.SUM and facts.arithmetic and not facts.adds
     return _own_flags(facts) | passed | (Flag.FLOAT32 if widened else 0)
   # A float32 result of the policy widens this operation, so it is a consumer in float32. Only the
   # addition of a bias passes OUTPUT on: the matmul before it then returns its float32 sum.
@@ -181,7 +180,7 @@ def _through_arithmetic(eqn: JaxprEqn, behind: int) -> int:
 
 def _own_flags(facts: Row) -> int:
   """Returns the flag of an operation as a consumer, without the flags of its result."""
-  if facts.folds is operator.add:
+  if facts.adds:
     return Flag.SUM
   # Subtractions, floors and sorts: the rounding of an operand may change all of the result.
   if facts.acts_as == "sum" or facts.orders:

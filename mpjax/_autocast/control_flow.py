@@ -68,9 +68,9 @@ def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     inside,
   )
   traced = [dtype_of(v) for v in body.jaxpr.invars]
-  if scope_policy.compute_dtype is not None and tests:
+  if scope_policy.low_dtype is not None and tests:
     _widen_carries(body, kinds, traced)
-  elif scope_policy.compute_dtype is not None:
+  elif scope_policy.low_dtype is not None:
     _widen_constants(body, kinds, traced)
   # A carry that the user has cast to low precision stays in it. All carries of a `while` keep the
   # dtypes that `_widen_carries` gave them.
@@ -166,7 +166,7 @@ def _carried(
 
 def operands_of(rewriter: Rewriter, eqn: JaxprEqn) -> tuple[list[Atom], list[Kind | None]]:
   """Returns the operands of an equation for its inner jaxprs, and their kinds."""
-  low = rewriter.scope_policies(eqn).compute_dtype
+  low = rewriter.scope_policies(eqn).low_dtype
   keeps_types = facts_of(eqn).holds is Holds.COMPOSITE
   atoms = list(eqn.invars)
   kinds = [rewriter.kind(atom) or rewriter.literal(atom) for atom in atoms]

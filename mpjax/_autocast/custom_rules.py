@@ -38,7 +38,7 @@ from mpjax._jaxpr.compat import context_of, without_scopes
 from mpjax._jaxpr.locations import PREFIX
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import aval_of, dtype_of, function_name, with_inner
-from mpjax._policy.active import ACTIVE, AUTOCAST, Active, Region
+from mpjax._policy.active import ACTIVE, AUTOCAST, Active
 
 # An argument or result of a rule: the dtype that it was traced with, and its kind. References have
 # no dtype, since theirs never changes.
@@ -67,7 +67,7 @@ class _Custom(NamedTuple):
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
   state: Active | None
-  compute_dtype: DType | None  # the low-precision compute dtype at the equation
+  low_dtype: DType | None  # the low-precision compute dtype at the equation
 
   def run(
     self,
@@ -95,7 +95,7 @@ class _Custom(NamedTuple):
 
     @functools.wraps(rule)
     def in_state(*args: PyTree) -> PyTree:
-      with ACTIVE(self.state), AUTOCAST(self.compute_dtype):
+      with ACTIVE(self.state), AUTOCAST(self.low_dtype):
         return rule(*args)
 
     # Shapes come from the operands: under `vmap`, an operand of a batch rule has one more axis.
@@ -288,8 +288,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   # the scope of the equation knows the policy of its module. The rule lives as long as the jaxpr
   # that holds it, so it keeps nothing of the call that a later one could find changed.
   if state is not None:
-    region = Region(scope_policy.region.policy)
-    state = dataclasses.replace(state, region=region, failed=None, token=None)
+    state = dataclasses.replace(state, region=scope_policy.region, failed=None, token=None)
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
@@ -305,7 +304,7 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     rewriter.scope_policies.inside(eqn),
     rewriter.rewrite,
     state,
-    scope_policy.compute_dtype,
+    scope_policy.low_dtype,
   )
   match facts_of(eqn).holds:
     case Holds.CUSTOM_JVP:

@@ -20,6 +20,7 @@ from mpjax._jaxpr.primitives import Holds
 from mpjax._jaxpr.reader import dtype_of
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import ACTIVE, AUTOCAST, Active, Region
+from mpjax._policy.rules import low_dtype_of
 
 R = TypeVar("R")
 
@@ -51,7 +52,7 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
   @wraps(fn)
   def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-    dtype = _compute_dtype()
+    dtype = _low_dtype()
     if dtype is None:
       return fn(*args, **kwargs)
     args, kwargs = cast_arrays((args, kwargs), dtype)
@@ -64,16 +65,14 @@ def low_precision(fn: Callable[P, R]) -> Callable[P, R]:
   return wrapped
 
 
-def _compute_dtype() -> DType | None:
+def _low_dtype() -> DType | None:
   """Returns the low-precision compute dtype of the code that is being traced; None for none."""
   state = ACTIVE.value
   # Inside modules the innermost region decides. `full_precision` and `low_precision` have none.
   if state is not None and (state.outside_policies or state.region is not None):
     region = None if state.outside_policies else state.region
-    policy = None if region is None else region.policy
-    dtype = None if policy is None else policy.compute_dtype
-    return dtype if dtype in HALVES else None
-  return AUTOCAST.value
+    return None if region is None else low_dtype_of(region.policy)
+  return AUTOCAST.value if AUTOCAST.value in HALVES else None
 
 
 class KernelInFloat32(Exception):

@@ -29,7 +29,6 @@ from mpjax._matmul.format_rounding import ShownMatmul
 from mpjax._matmul.matmul import Matmul, RecipeMatmul, equation
 from mpjax._matmul.protocol import Recipe
 from mpjax._matmul.recipes import recipe_of
-from mpjax._policy.active import AUDIT
 
 Operands: TypeAlias = Sequence[FloatValue | None]
 """The operands of an equation; None for operands that are not floating."""
@@ -174,8 +173,7 @@ def _in_low_precision(
     types = list(map(aval_of, operands))
     types[:2] = (x.update(dtype=low, weak_type=False) for x in types[:2])
     params = tuple({**eqn.params, "precision": None, "preferred_element_type": low}.items())
-    shows_roundings = AUDIT.value is not None and AUDIT.value.shows_roundings
-    cls = ShownMatmul if shows_roundings else RecipeMatmul
+    cls = ShownMatmul if rewriter.settings.shows_roundings else RecipeMatmul
     rule = cls(eqn.primitive, params, low, low, (*gradient_dtypes,), (*types,), recipe, index)
   with context_of(eqn):
     product = equation(rule, eqn.ctx, *map(aval_of, operands))

@@ -31,7 +31,7 @@ from mpjax._core.trees import cast_arrays, cast_leaf, low_to_float32, map_arrays
 from mpjax._core.types import FLOAT32, Args, Class, DType, Function, Kwargs, Leaf, Module, PyTree
 from mpjax._jaxpr.locations import MODULE, line_of_user
 from mpjax._jaxpr.op_lists import OpLists
-from mpjax._policy.active import ACTIVE, AUDIT, EVERY, Active, Region
+from mpjax._policy.active import ACTIVE, AUDIT, AUTOCAST, EVERY, Active, Region
 from mpjax._policy.audit_record import AuditedModule
 from mpjax._policy.layers import Layers
 from mpjax._policy.policy import Policy
@@ -293,31 +293,7 @@ class ModuleCall(NamedTuple):
       elif policy.compute_dtype == FLOAT32:
         args, kwargs = map_arrays(low_to_float32, (args, kwargs))
 
-    # The marks of the operations, for the rewriter and an audit.
-    marks: list[str] = []
-    if AUDIT.value is not None:
-      marks.append(MODULE + self.path)
-      own = plain_attribute(module, "dtype")
-      shown = None if own is None else str(getattr(own, "__name__", own))
-      name, norm = type(module).__name__, is_flax_norm(module)
-      rule, hidden = self.resolved.rule, self.resolved.hidden
-      AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
-    around = ACTIVE.value
-    if not inner.tracing:  # Only an audit reads the mark.
-      is_marked = AUDIT.value is not None
-    else:  # The operations inherit the mark of the module around if it names the same policy.
-      is_marked = around is None or around.region != inner.region
-    if is_marked and inner.region is not None:
-      marks.append(mark_of(inner.region))
-    if inner.tracing:  # Only the rewriter reads the other marks.
-      in_format = policy is not None and policy.matmul is not None
-      if in_format and isinstance(module, self.layers.tables):
-        marks.append(TABLE)
-      if isinstance(module, self.layers.as_given):
-        marks.append(AS_GIVEN)
-      if is_replaced:
-        marks.append(OWN_DTYPE + type(module).__qualname__)
-
+    marks = self._marks(is_replaced=is_replaced)
     with contextlib.ExitStack() as scopes:
       scopes.enter_context(ACTIVE(inner))
       for name in marks:
@@ -334,6 +310,37 @@ class ModuleCall(NamedTuple):
         if policy is not None and of_dtypes and error.args:
           _note_module(error, self.path, type(module).__name__, str(policy))
         raise
+
+  def _marks(self, *, is_replaced: bool) -> list[str]:
+    """Returns the marks of the module's operations, and notes the module for an audit.
+
+    `is_replaced` says whether float32 replaces the module's own `dtype`.
+    """
+    module, inner, policy = self.module, self.inner, self.resolved.policy
+    marks: list[str] = []
+    if AUDIT.value is not None:
+      marks.append(MODULE + self.path)
+      own = plain_attribute(module, "dtype")
+      shown = None if own is None else str(getattr(own, "__name__", own))
+      name, norm = type(module).__name__, is_flax_norm(module)
+      rule, hidden = self.resolved.rule, self.resolved.hidden
+      AUDIT.value.note(self.path, AuditedModule(name, policy, rule, shown, norm, hidden))
+    around = ACTIVE.value
+    if not inner.tracing:  # Only an audit, or a rewriting around, reads the mark.
+      is_marked = AUDIT.value is not None or AUTOCAST.value is not None
+    else:  # The operations inherit the mark of the module around if it names the same policy.
+      is_marked = around is None or around.region != inner.region
+    if is_marked and inner.region is not None:
+      marks.append(mark_of(inner.region))
+    if inner.tracing:  # Only the rewriter reads the other marks.
+      in_format = policy is not None and policy.matmul is not None
+      if in_format and isinstance(module, self.layers.tables):
+        marks.append(TABLE)
+      if isinstance(module, self.layers.as_given):
+        marks.append(AS_GIVEN)
+      if is_replaced:
+        marks.append(OWN_DTYPE + type(module).__qualname__)
+    return marks
 
   def result(self, outputs: PyTree) -> PyTree:
     """Returns the result of the method, or of a step of a generator, in its dtype."""

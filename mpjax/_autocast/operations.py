@@ -23,7 +23,6 @@ rounded. The values are the same.
 """
 
 import dataclasses
-import operator
 
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import (
@@ -52,12 +51,12 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
   if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
     return _end(rewriter, eqn)
-  if scope_policy.compute_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
+  if scope_policy.low_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
     return as_traced(rewriter, eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
-  low = scope_policy.compute_dtype
+  low = scope_policy.low_dtype
   for dtype in map(dtype_of, eqn.invars):
     if dtype is not None and dtype in HALVES:  # The user has cast an operand.
       low = dtype
@@ -118,7 +117,7 @@ def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | Non
   """Writes an operation as it was traced; linear algebra of an activation warns."""
   kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
   rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.scope_policies(eqn).compute_dtype is not None
+  in_policy = rewriter.scope_policies(eqn).low_dtype is not None
   if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
     rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
   rewriter.write_as_traced(eqn, inners)
@@ -202,7 +201,7 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
   # `x + 1` counts as arithmetic on one array. A sum of two values ignores SUM: only products
   # before a sum are widened, not the sums themselves.
   has_number = any(v is not None and v.kind.role == Role.NUMBER for v in values)
-  if facts_of(eqn).folds is not operator.add or has_number:
+  if not facts_of(eqn).adds or has_number:
     return bool(flags & (Flag.FLOAT32 | Flag.SUM))
   return bool(flags & Flag.FLOAT32) and not adds_arrays(eqn)
 

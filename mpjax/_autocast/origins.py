@@ -7,7 +7,6 @@ loop, the rounding errors of the product add up over the iterations. In `x + x *
 are functions of `x`, so in float32 the sum adds no rounding error to that of `x`.
 """
 
-import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -117,7 +116,7 @@ def origins_inside(operands: Sequence[Origin], inner: Inner, scoped: ScopedSetti
 
 def adds_arrays(eqn: JaxprEqn) -> bool:
   """Whether an operation adds two arrays, as in a residual sum; a bias is not an array."""
-  return facts_of(eqn).folds is operator.add and all(map(is_array, eqn.invars))
+  return facts_of(eqn).adds and all(map(is_array, eqn.invars))
 
 
 def is_array(atom: Atom) -> bool:
@@ -140,10 +139,9 @@ def _of_operation(
   if adds_arrays(eqn):
     # A new source, because the sources of a residual stream would grow with each layer.
     return Origin(sources=(CARRY,)) if CARRY in joined.sources else None
-  is_sum = facts.folds is operator.add
-  if facts.arithmetic and not is_sum:
+  if facts.arithmetic and not facts.adds:
     return joined._replace(product=True)
-  passes = is_sum or is_cast or facts.moves or facts.exact
+  passes = facts.adds or is_cast or facts.moves or facts.exact
   return joined if passes else joined._replace(product=False)
 
 

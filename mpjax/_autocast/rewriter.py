@@ -36,7 +36,6 @@ from mpjax._jaxpr.reader import (
   warn_not_entered,
   with_each,
 )
-from mpjax._policy.active import AUDIT
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -99,13 +98,14 @@ class Rewriter:
     self,
     jaxpr: Jaxpr,
     scoped: ScopedSettings,
-    outs: tuple[int, ...],
-    ins: Origins,
+    flags: tuple[int, ...],
+    origins: Origins,
     rewrite: Rewrite,
   ) -> None:
     self.settings, self.rewrite = scoped.settings, rewrite
-    # The flags of the old variables, and a function from an equation to its policy.
-    self.flags, self.scope_policies = flags_of(jaxpr, tuple(outs), ins, scoped)
+    # From the flags of the results and the origins of the arguments: the flags of all old
+    # variables, and a function from an equation to its policy.
+    self.flags, self.scope_policies = flags_of(jaxpr, flags, origins, scoped)
     self.origins = self.flags.origins  # of the old variables
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
@@ -220,8 +220,7 @@ class Rewriter:
     """Returns a number in another dtype, or `number` in the type of a scalar."""
     rounded = literal_as(literal, dtype, number)
     exact = literal_as(literal, FLOAT32, number)
-    record = AUDIT.value
-    if record is None or not record.shows_roundings or exact.val == rounded.val:
+    if not self.settings.shows_roundings or exact.val == rounded.val:
       return rounded
     # The largest number is not rounded, but becomes the largest of the dtype.
     if not np.isfinite(exact.val.astype(dtype)):
@@ -285,7 +284,7 @@ class Rewriter:
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
     )
-    if is_unknown and scope_policy.compute_dtype is not None and not is_object(eqn):
+    if is_unknown and scope_policy.low_dtype is not None and not is_object(eqn):
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
@@ -327,7 +326,7 @@ class Rewriter:
       warnings.warn_explicit(text, UserWarning, where.source.file, where.source.line)
 
   def shown(self) -> list[JaxprEqn]:
-    """Returns the written equations without marks, except the marks for an audit."""
+    """Returns the written equations without marks, or with those of their regions."""
     # New name stacks by the id of the old: thousands of equations share a few. The equations keep
     # the old stacks alive, so no id is reused.
     names: dict[int, NameStack] = {}
@@ -335,7 +334,7 @@ class Rewriter:
     for eqn in self.eqns:
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
-        if AUDIT.value is not None:
+        if self.settings.keeps_marks:
           names[id(stack)] = with_scope(stack, mark_of(self.scope_policies(eqn).region))
         else:
           names[id(stack)] = without_scopes(stack, PREFIX)

@@ -59,10 +59,10 @@ def run(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array], name: 
     if is_traced:
       jaxpr = with_shared_parts(jaxpr)
     outs = eval_jaxpr(jaxpr, consts, *operands)
-  return [_as_traced(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
+  return [_of_type(x, aval_of(v)) for x, v in zip(outs, jaxpr.outvars, strict=True)]
 
 
-def _as_traced(x: Any, aval: ShapedArray) -> Array:
+def _of_type(x: Any, aval: ShapedArray) -> Array:
   """Returns a result as an array of its type; a literal is a number of Python or NumPy."""
   x = x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
   # A rule of mpjax may return a strong type for weakly typed operands. A result in low precision is

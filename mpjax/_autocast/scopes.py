@@ -22,7 +22,14 @@ from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import FULL_PRECISION, Region
 from mpjax._policy.policy import Policy
-from mpjax._policy.rules import ModuleRecord, PolicyConfig, Rule, first_match, with_enclosing
+from mpjax._policy.rules import (
+  ModuleRecord,
+  PolicyConfig,
+  Rule,
+  first_match,
+  low_dtype_of,
+  with_enclosing,
+)
 
 Scope: TypeAlias = tuple[str, ...]
 """The names of `jax.named_scope`s, from the outermost to the innermost."""
@@ -41,6 +48,10 @@ class Settings:
   # Whether modules of a framework are called. Their parameters are known, so other arguments and
   # closed-over arrays are inputs. In an `autocast` function these are parameters.
   modules: bool = False
+  # Whether the new equations have the marks of their regions. An audit reads these, and so does a
+  # rewriting around, which would otherwise write the equations by the policy there.
+  keeps_marks: bool = False
+  shows_roundings: bool = False  # whether each rounding is an operation, see `AuditRecord`
 
 
 class ScopedSettings(NamedTuple):
@@ -130,7 +141,7 @@ class ScopePolicy(NamedTuple):
 
   scope: Scope  # the names
   region: Region  # its policy, which is None if operations run as they were traced
-  compute_dtype: DType | None  # the compute dtype of the policy, if it is low precision
+  low_dtype: DType | None  # the compute dtype of the policy, if it is low precision
   as_written: bool  # whether the user asked for float32 here, so that results are inputs
   as_given: bool  # whether this is a layer such as dropout, which no consumer widens
   asked: Asked  # the precision of matmuls for which the code names none
@@ -162,13 +173,13 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   # Code that is called in a dtype has no policy, but an audit shows the dtype.
   if marked is not None and marked.called_in is not None and not full:
     region = marked
-  is_mixed = around is not None and around.compute_dtype in HALVES
-  low = is_mixed and not full
+  low_dtype = low_dtype_of(around)
   # GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. A low-precision policy keeps a
   # matmul in float32 to protect it, so it asks for the highest precision, unlike a float32 policy.
   # Its own `precision` also applies inside `full_precision`; that of a float32 policy does not.
-  named = around if is_mixed or not full else None
-  asked = Asked(None if named is None else named.precision, settings.default_precision, is_mixed)
+  named = around if low_dtype is not None or not full else None
+  precision = None if named is None else named.precision
+  asked = Asked(precision, settings.default_precision, exact=low_dtype is not None)
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.
   is_exempt = marked is None or marked.policy is None
@@ -185,8 +196,8 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   return ScopePolicy(
     scope=scope,
     region=region,
-    compute_dtype=around.compute_dtype if around is not None and low else None,
-    as_written=full or (not low and is_exempt),
+    low_dtype=None if full else low_dtype,
+    as_written=full or (low_dtype is None and is_exempt),
     as_given=AS_GIVEN in scope,
     asked=asked,
     ends=np.dtype(last.partition("=")[2]) if is_end else None,

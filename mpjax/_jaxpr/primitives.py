@@ -133,6 +133,11 @@ class Row(NamedTuple):
   # the object identifies.
   object_param: str = ""
 
+  @property
+  def adds(self) -> bool:
+    """Whether it is the addition of two operands."""
+    return self.folds is operator.add
+
 
 class Family:
   """Primitives that are in one part for one reason.

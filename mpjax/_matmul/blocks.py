@@ -16,21 +16,18 @@ import numpy as np
 from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E2M1, E4M3, E8M0, merge_axes, split_axes
-from mpjax._matmul.float8 import MEASURED_SKIP, Float8, rounded_up, with_largest
+from mpjax._matmul.float8 import MEASURED_SKIP, Float8, rounded_up, unscaled_in, with_largest
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
-from mpjax._matmul.protocol import Multiply, Operand, Scaled
+from mpjax._matmul.protocol import LEAST_SCALE, Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
-
-# The least scale. The reciprocal of a smaller one may overflow float32.
-_TINY = np.finfo(np.float32).tiny
 
 _MOST, _MOST_E2M1 = (float(jnp.finfo(dtype).max) for dtype in (E4M3, E2M1))
 
-_LEAST_SCALE = np.float32(2.0**-9)
+_LEAST_E4M3 = np.float32(2.0**-9)
 """The smallest e4m3 number above 0. A scale of 0 would lose its block."""
 
-_LEAST_OF_TENSOR = _TINY / _LEAST_SCALE
-"""Its product with the least scale is a normal number. A CPU flushes subnormal numbers to 0."""
+_LEAST_OF_TENSOR = LEAST_SCALE / _LEAST_E4M3
+"""Its product with that number is a normal number. A CPU flushes subnormal numbers to 0."""
 
 
 @check_init("Write mpjax.MXFP8() or mpjax.MXFP8(skip=((4096, 1024),)).")
@@ -151,10 +148,9 @@ class BlockRecipe(FormatRecipe):
     return has_squares and operand.role == "weight"
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
-    # The scale `of_tensor` is applied to the sums, which may be out of the range of float16 before.
-    # bfloat16 has the range of float32.
-    holds = float(jnp.finfo(dtype).max) > 1e38 and left.of_tensor is None
-    return jax.lax.convert_element_type(multiply(left, right, dtype if holds else FLOAT32), dtype)
+    # The scale `of_tensor` is applied to the sums, which must not be rounded before.
+    sums = unscaled_in(dtype) if left.of_tensor is None else FLOAT32
+    return jax.lax.convert_element_type(multiply(left, right, sums), dtype)
 
 
 def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
@@ -164,7 +160,7 @@ def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   in a block makes its scale NaN.
   """
   wide, largest = with_largest(_in_blocks(x, rows, block), (2, 4))
-  scale = jnp.maximum(rounded_up(largest, _MOST), _TINY)
+  scale = jnp.maximum(rounded_up(largest, _MOST), LEAST_SCALE)
   # Clipped first, since a cast to e4m3 turns numbers above its range into NaN.
   clipped = jax.lax.clamp(np.float32(-_MOST), wide * (1 / scale), np.float32(_MOST))
   values = jax.lax.convert_element_type(clipped, E4M3)
@@ -204,7 +200,7 @@ def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled
   of_tensor = jnp.where(is_finite, jnp.maximum(of_tensor, _LEAST_OF_TENSOR), np.float32(np.nan))
   # With brackets, since XLA may multiply three factors in any order.
   scale = largest * (np.float32(1 / _MOST_E2M1) * (1 / of_tensor))
-  scale = jax.lax.convert_element_type(jax.lax.clamp(_LEAST_SCALE, scale, np.float32(_MOST)), E4M3)
+  scale = jax.lax.convert_element_type(jax.lax.clamp(_LEAST_E4M3, scale, np.float32(_MOST)), E4M3)
   # Without the barrier XLA may divide by the scale before its rounding to e4m3.
   scale = jax.lax.optimization_barrier(scale)
   # One quotient, since XLA merges several, which changes the last digit.

@@ -22,7 +22,7 @@ from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._matmul.block_dot import E4M3, E5M2
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
-from mpjax._matmul.protocol import Multiply, Operand, Scaled
+from mpjax._matmul.protocol import LEAST_SCALE, Multiply, Operand, Scaled
 
 MEASURED_SKIP: dict[str, Sizes] = {
   "tensor": ((4096, 1024),),
@@ -89,10 +89,14 @@ class Float8Recipe(FormatRecipe):
     return quantise(x, dtype, axes, self.options.power_of_two)
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
-    # Before it is scaled, the result may be as large as 448 * 448 times the length of the sum. Only
-    # dtypes with the range of float32 hold that.
-    holds = dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
-    return jax.lax.convert_element_type(multiply(left, right, holds), dtype)
+    return jax.lax.convert_element_type(multiply(left, right, unscaled_in(dtype)), dtype)
+
+
+def unscaled_in(dtype: DType) -> DType:
+  """Returns the dtype in which a matmul for a result in `dtype` sums, before that is scaled."""
+  # The sum may be as large as 448 * 448 times its length. Only dtypes with the range of float32
+  # hold that.
+  return dtype if float(jnp.finfo(dtype).max) > 1e38 else FLOAT32
 
 
 def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: bool) -> Scaled:
@@ -106,8 +110,7 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
   # XLA turns some divisions into multiplications by a reciprocal, which changes the last digit. So
   # all are written as multiplications.
   scale = rounded_up(largest, most) if power_of_two else largest * (1 / most)
-  # The reciprocal of a smaller scale may overflow float32.
-  scale = jnp.maximum(scale, np.finfo(np.float32).tiny)
+  scale = jnp.maximum(scale, LEAST_SCALE)
   # Clipped first, since a cast to e4m3 turns numbers above its range into NaN. The bounds are
   # float32, since JAX makes float64 of Python numbers under `jax_enable_x64`.
   values = jax.lax.clamp(np.float32(-most), wide * (1 / scale), np.float32(most))

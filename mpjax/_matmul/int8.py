@@ -22,7 +22,7 @@ from jax.export import is_symbolic_dim
 from mpjax._core.errors import check_init
 from mpjax._core.types import FLOAT32, Array, DType, unsigned_like
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
-from mpjax._matmul.protocol import Multiply, Operand, Scaled
+from mpjax._matmul.protocol import LEAST_SCALE, Multiply, Operand, Scaled
 
 LARGEST = 127
 
@@ -106,8 +106,7 @@ def quantise(x: Array, axes: Sequence[int] | None) -> Scaled:
   """
   largest = _largest(x, axes)
   wide = jax.lax.convert_element_type(x, FLOAT32)
-  # The reciprocal of a smaller scale may overflow float32.
-  scale = jnp.maximum(largest * np.float32(1 / LARGEST), np.finfo(np.float32).tiny)
+  scale = jnp.maximum(largest * np.float32(1 / LARGEST), LEAST_SCALE)
   scale = jnp.where(jnp.isfinite(largest), scale, np.float32(np.nan))
   # Integers have no NaN, so the scale carries it.
   rounded = jax.lax.round(wide * (1 / scale), jax.lax.RoundingMethod.TO_NEAREST_EVEN)

@@ -30,8 +30,8 @@ MULTIPLE = 16
 Tensor Cores read 16 bytes at once.
 """
 
-# Random bits are made of uint32 numbers.
-_LARGEST_SEED = 2**32 - 1
+# Seeds are hashed as uint32 numbers.
+_LARGEST_INT = 2**32 - 1
 
 
 class Format:
@@ -183,7 +183,8 @@ def _checked(field: _Field, value: Any, where: str) -> Any:
     check_flag(value, where)
     return value
   if field.type is int:
-    return check_int(value, where, least=0, most=_LARGEST_SEED, fix="Write seed=0.")
+    fix = f"Write {field.name}={field.default}."
+    return check_int(value, where, least=0, most=_LARGEST_INT, fix=fix)
   if value is None and field.default is None:
     return None
   if not isinstance(value, (tuple, list)) or not all(map(_is_pair, value)):

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
 from mpjax._core.types import Array, DType
 
 OperandRole: TypeAlias = Literal["input", "weight", "gradient"]
@@ -28,6 +30,10 @@ class Scaled(NamedTuple):
   # has size 1. With blocks, the size of each axis divides that of `values`.
   scale: Array | None = None
   of_tensor: Array | None = None  # a second scale, one float32 number
+
+
+LEAST_SCALE = np.finfo(np.float32).tiny
+"""The least scale of the recipes of mpjax. The reciprocal of a smaller one may overflow float32."""
 
 
 Multiply: TypeAlias = "Callable[[Scaled, Scaled, DType], Array]"

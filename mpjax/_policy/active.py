@@ -15,7 +15,10 @@ from mpjax._policy.rules import NO_POLICY, ModulePolicy
 # JAX keeps compiled functions by the values of all user contexts, so once a context is added it
 # compiles each of them again. All contexts are in this module, which `import mpjax` imports.
 AUTOCAST = jax.make_user_context(None)
-"""The low-precision compute dtype of the `autocast` function that is being traced; None if none."""
+"""The compute dtype of the function that is being traced for a rewriting, also float32, or None.
+
+Operations inside that have a policy of their own keep its marks, so that they keep the policy.
+"""
 
 AUDIT = jax.make_user_context(None)
 """The `AuditRecord` of the audit that traces in this thread; None outside of an audit."""

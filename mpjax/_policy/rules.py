@@ -20,7 +20,7 @@ from mpjax._core.types import HALVES, Class, DType, Module
 from mpjax._policy.policy import Policy, PolicyLike, parse_policy, shortest_text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Rule:
   """A policy for the modules that a selector matches. The first matching rule wins.
 
@@ -106,12 +106,11 @@ class Rule:
         fix="Leave out rewrite=. In float32 nothing is rewritten.",
       )
     # The class is frozen, so that a rule can be part of cache keys.
-    for field, value in {"policy": parsed, **selectors, "rewrite": rewrite}.items():
-      object.__setattr__(self, field, value)
+    vars(self).update(selectors, policy=parsed, rewrite=rewrite)
 
   def __repr__(self) -> str:
     """Returns the rule as Python code, in which classes and predicates are names."""
-    name = next(x for x in ("path", "module", "where") if getattr(self, x) is not None)
+    name = next(x for x in _SELECTORS if getattr(self, x) is not None)
     policy = "None" if self.policy is None else quoted(shortest_text(self.policy))
     rewrite = "" if self.rewrite else ", rewrite=False"
     return f"mpjax.Rule({policy}, {name}={_selector_code(getattr(self, name))}{rewrite})"
@@ -141,6 +140,15 @@ class Rule:
         f"({type(module).__name__}). It is asked about every module; the root has no name."
       )
       raise
+
+
+_SELECTORS = ("path", "module", "where")
+"""The fields of a rule that pick out modules. The others are its effect on them."""
+
+
+def _effect(rule: Rule) -> dict[str, object]:
+  """Returns the fields of a rule that say what it does to its modules."""
+  return {name: value for name, value in vars(rule).items() if name not in _SELECTORS}
 
 
 def _selector_code(selector: Any) -> str:
@@ -289,7 +297,7 @@ def _report_hidden(rules: Sequence[Rule], unmatched: str) -> None:
   for position, rule in enumerate(rules):
     earlier = next((x for x in rules[:position] if _covers(x, rule)), None)
     # A hidden rule with the same effect is harmless.
-    if earlier is None or (earlier.policy, earlier.rewrite) == (rule.policy, rule.rewrite):
+    if earlier is None or _effect(earlier) == _effect(rule):
       continue
     error = UnmatchedRuleError(
       f"rules: {rule}",
@@ -305,8 +313,8 @@ def _report_hidden(rules: Sequence[Rule], unmatched: str) -> None:
 def _covers(first: Rule, other: Rule) -> bool:
   """Whether two selectors alone show that the first rule matches all modules of the other."""
   # Only three cases are decided: equal selectors or "**", subclasses, and a path without wildcards.
-  selectors = [(rule.path, rule.module, rule.where) for rule in (first, other)]
-  if selectors[0] == selectors[1] or first.path == "**":
+  are_equal = all(getattr(first, name) == getattr(other, name) for name in _SELECTORS)
+  if are_equal or first.path == "**":
     return True
   if first.module is not None and other.module is not None:
     classes = other.module if isinstance(other.module, tuple) else (other.module,)
@@ -321,9 +329,14 @@ def policy_text(policy: Policy | None) -> str:
   return repr(None if policy is None else str(policy))
 
 
+def low_dtype_of(policy: Policy | None) -> DType | None:
+  """Returns the compute dtype of a policy if it is low precision; None without one."""
+  return policy.compute_dtype if policy is not None and policy.compute_dtype in HALVES else None
+
+
 def computes_in_half(policy: Policy | None) -> bool:
   """Whether operations under a policy run in low precision."""
-  return policy is not None and policy.compute_dtype in HALVES
+  return low_dtype_of(policy) is not None
 
 
 def rewrites(policy: Policy | None) -> bool:
@@ -369,7 +382,8 @@ def resolve_policy(
     path: names joined by "/"; "" is the root.
     own: the value of the module's field for its own policy.
     outer: the policy of the module around.
-    all_matches: whether to find the rules that an earlier match hides.
+    all_matches: whether to find the rules that an earlier match hides, which audits list. A call
+      of a Linen module does so in an audit, and NNX when it makes a view.
   """
   inherited = outer.inherited()
   # The order of the branches is the precedence. A rule with None leaves a module, and all modules
@@ -382,9 +396,8 @@ def resolve_policy(
     rule = first_match(config.rules, module, path)
     resolved = inherited
     if rule is not None:
-      begins = rule.policy != outer.policy or rule != outer.rule
-      resolved = ModulePolicy(rule.policy, rule, begins=begins)
-      # For audits alone, since a predicate of the user is called once more for each module.
+      resolved = ModulePolicy(rule.policy, rule, begins=rule != outer.rule)
+      # Not in each call, since a predicate of the user is called once more for each module.
       if all_matches:
         others = (each for each in config.rules if each is not rule)
         resolved = resolved._replace(hidden=tuple(x for x in others if x.matches(module, path)))

@@ -193,6 +193,13 @@ def test_low_precision_is_the_function_itself_where_no_policy_is():
     assert kernel_dtypes(cast(mpjax.low_precision(product)), X, W) == [{"float32"}]
   in_region = mpjax.autocast(mpjax.full_precision(mpjax.low_precision(product)))
   assert kernel_dtypes(in_region, X, W) == [{"float32"}]
+  # The dtype is that of the function, also where a rule for a scope gives another one.
+  fn = mpjax.low_precision(lambda x, w: jnp.tanh(x @ w) @ w)
+  rules = [mpjax.Rule("bfloat16", path="**")]
+  programs = (mpjax.autocast(f, "float32", rules=rules) for f in (fn, fn.__wrapped__))
+  one, other = (str(jax.make_jaxpr(program)(X, W)) for program in programs)
+  assert "bf16" in one
+  assert one == other
 
 
 def test_low_precision_leaves_what_is_inside_as_it_is_written():

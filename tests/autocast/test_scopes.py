@@ -9,9 +9,11 @@ import pytest
 
 import mpjax
 from mpjax._autocast.scopes import (
+  AS_GIVEN,
   LAYER_ENDS,
   POLICY_ENDS,
   REGION,
+  TABLE,
   ScopedSettings,
   Settings,
   end_of_layer,
@@ -87,7 +89,26 @@ EXACT, FLOAT32 = "mpjax.full_precision", "mpjax.region=float32"
 def test_the_innermost_mark_decides(marks, dtype, as_written):
   scope = ("Net", *(name for mark in marks for name in (mark, "layer")))
   scope_policy = policy_at(ScopedSettings(HALF, scope))
-  assert (scope_policy.compute_dtype, scope_policy.as_written) == (dtype, as_written)
+  assert (scope_policy.low_dtype, scope_policy.as_written) == (dtype, as_written)
+
+
+@pytest.mark.parametrize("mark", [TABLE, AS_GIVEN, EXACT, "mpjax.region=float16"])
+def test_an_inner_jaxpr_is_in_the_marked_scopes_of_its_equation(mark):
+  scope_policy = policy_at(ScopedSettings(HALF, ("Net", mark, "layer")))
+  inside = policy_at(ScopedSettings(HALF, scope_policy.inside))
+  assert scope_policy.inside == (mark,)
+  assert inside._replace(scope=()) == scope_policy._replace(scope=())
+
+
+def test_full_precision_overrules_the_marks_in_it():
+  region = mark_of(Region(None, BF16))
+  assert policy_at(ScopedSettings(HALF, (region,))).region == Region(None, BF16)
+  assert policy_at(ScopedSettings(HALF, (region, EXACT))).region == Region(None)
+  # The precision of a float32 policy is not for what `full_precision` keeps as it is.
+  highest = jax.lax.Precision.HIGHEST
+  for name, wanted in (("c=f32,precision=highest", None), ("c=bf16,precision=highest", highest)):
+    marked = policy_at(ScopedSettings(HALF, (f"mpjax.region={name}", EXACT)))
+    assert marked.asked.policy == wanted
 
 
 def two_regions(w, x):

@@ -15,6 +15,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 
 import mpjax
 from mpjax._policy.active import ACTIVE
@@ -346,3 +348,25 @@ def test_the_policy_of_the_lowering_stays_with_what_was_compiled():
     equal(exported.call(variables, X), wanted)
   with scope("float16"):
     assert jax.jit(model.apply).lower(variables, X).out_info.dtype == jnp.float16
+
+
+class HoldsJaxpr(nnx.Module):
+  def __init__(self):
+    self.kernel = nnx.Param(jnp.ones((32, 32)))
+    closed = jax.make_jaxpr(jax.jit(lambda w, x: 0.1 * (x @ w) + x))(X32, X32)
+    self.inside = jaxpr_as_fun(closed)
+
+  def __call__(self, x):
+    return self.inside(self.kernel[...], x)[0]
+
+
+X32 = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(32, 32)
+
+
+def test_a_held_jaxpr_is_rewritten_for_each_reader():
+  # JAX traces nothing again in a model that holds a jaxpr, so the rewriter is asked for it again.
+  policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=()))
+  fresh, used = (mpjax.with_policy(HoldsJaxpr(), policy) for _ in range(2))
+  program, report = str(jax.make_jaxpr(used)(X32)), str(mpjax.sensitivity(used)(X32))
+  assert report == str(mpjax.sensitivity(fresh)(X32))
+  assert program == str(jax.make_jaxpr(fresh)(X32))

@@ -146,6 +146,44 @@ def test_rules(lib, name):
   assert seen(call) == wanted
 
 
+AROUND = {
+  "low precision": {"policy": "float16"},
+  "a low-precision rule": {"policy": "float32", "rules": [Rule("float16", path="**")]},
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("name", RULES)
+def test_a_model_keeps_its_policies_in_an_autocast_function(lib, name, around):
+  rules, wanted = RULES[name]
+  call = lib.call(net(), "bfloat16", rules(lib), unmatched="ignore")
+  assert seen(mpjax.autocast(call, **around)) == wanted
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("policy", ["float32", None])
+def test_a_model_that_is_not_rewritten_stays_so_in_an_autocast_function(lib, policy, around):
+  call = mpjax.autocast(lib.call(net(), policy, ()), **around)
+  assert seen(call) == everywhere("float32")
+  assert "mpjax." not in jax.jit(call).lower(X).as_text(debug_info=True)
+
+
+def test_an_autocast_function_keeps_its_policies_in_a_model(lib):
+  def product(x):
+    with jax.named_scope("head"):
+      return x @ x.T
+
+  for policy, rules, wanted in (
+    ("float16", [], "float16"),
+    ("float16", [Rule("float32", path="**/head")], "float32"),
+  ):
+    fn = mpjax.autocast(product, policy, rules=rules)
+    for around in ("bfloat16", "float32", None):
+      net = module(lambda m, x, fn=fn: fn(m.layer(x)), layer=parts.dense(8, 8))
+      _, found = products(jax.make_jaxpr(lib.call(net, around, ()))(X))
+      assert found.dtypes == (wanted, wanted), (policy, around)
+
+
 def test_none_leaves_all_but_what_rules_pick_out(lib):
   rules = [Rule("mixed_float16", path="one")]
   wanted = everywhere("float32", one="float16", one__leaf="float16")
@@ -245,9 +283,12 @@ def test_output_dtypes_are_for_where_a_policy_begins(lib):
   rules = [Rule("c=f16", path="**")]
   assert dtypes("mixed_bfloat16", rules) == ("float16", "float32", "float32")
   # A rule that picks a module and one inside of it begins once, with the first.
-  rules = [Rule("mixed_float16", path="**")]
-  assert dtypes("mixed_bfloat16", rules) == ("float16", "float32", "float32")
+  rules = [Rule("c=bf16,o=f16", path="**")]
+  assert dtypes("mixed_float16", rules) == ("bfloat16", "bfloat16", "float16")
   # A policy in a field begins like a rule.
   for own, inner in (("c=f16,o=f32", "float32"), ("c=f16", "float16")):
     found = dtypes("c=bf16", [], mpjax.Policy.parse(own))
     assert found == ("float16", inner, inner)
+  # One that equals the policy around does not begin.
+  own = mpjax.Policy.parse("c=bf16,o=f16")
+  assert dtypes(own, [], own) == ("bfloat16", "bfloat16", "float16")

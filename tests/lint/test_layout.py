@@ -434,9 +434,9 @@ def one_report() -> Callable[[], object]:
 @pytest.mark.parametrize(
   ("page", "call", "length"),
   [
-    ("apply", one_apply, 10),
+    ("apply", one_apply, 13),
     ("architecture", one_report, 13),
-    ("nnx", one_view, 15),
+    ("nnx", one_view, 17),
     ("training", one_step, 14),
   ],
 )

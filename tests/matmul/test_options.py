@@ -12,6 +12,7 @@ from mpjax._core.errors import kind_of
 from mpjax._matmul.blocks import MXFP8, NVFP4, BlockRecipe
 from mpjax._matmul.float8 import Float8, Float8Recipe
 from mpjax._matmul.int8 import Int8, Int8Recipe
+from mpjax._matmul.options import Format
 from mpjax._matmul.recipes import FORMATS, parse_recipe, recipe_of
 from tests.errors import refused
 
@@ -173,6 +174,18 @@ def test_sizes_that_a_format_does_not_multiply():
   assert why_not(Float8(scaling="block"), 1024, 8192) == "too small to gain: K=1024, N=8192"
   assert why_not(MXFP8(skip=((64, None),)), 64, 4096) == "too small to gain: K=64, N=4096"
   assert why_not(MXFP8(skip=((64, None),)), 128, 32) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Format):
+  count: int = 3
+
+
+def test_an_integer_out_of_range_is_told_its_default():
+  assert str(Own(count=2**32 - 1)) == "own:count=4294967295"
+  for count in (-1, 2**32):
+    with refused(ValueError, "Own(count=", "an integer, at least 0", f"{count}", "Write count=3."):
+      Own(count=count)
 
 
 @pytest.mark.parametrize(

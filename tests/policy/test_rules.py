@@ -338,6 +338,7 @@ HIDDEN = [
   (Rule("f32", module=(nn.Dense, nn.Conv)), Rule("bf16", module=(nn.Conv,))),
   (Rule("f32", path="**/up"), Rule("bf16", path="mlp/up")),
   (Rule("f32", path=re.compile("mlp.*")), Rule("bf16", path="mlp/up")),
+  (Rule("bf16", path="head", rewrite=False), Rule("bf16", path="head")),
 ]
 SEEN = [
   (Rule("bf16", path="head"), Rule("f32", path="**")),
