@@ -138,7 +138,10 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
   Without a valid tag they are returned as they are, because the key of a dict may hold an "@".
   """
   # The tag is behind the last "@", so a path may hold others.
-  path, _, tag = name.rpartition("@")
+  path, at, tag = name.rpartition("@")
+  # A leaf may be called "bfloat16".
+  if not at:
+    return name, x
   try:
     if tag.startswith(_KEY):
       return path, jax.random.wrap_key_data(jnp.asarray(x), impl=tag.removeprefix(_KEY))

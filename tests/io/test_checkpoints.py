@@ -66,6 +66,7 @@ def test_what_is_no_tag_of_ours_is_left_alone():
   uint16, uint32 = np.zeros(2, np.uint16), np.zeros(2, np.uint32)
   for name, x in (
     *(("w", uint16), ("w@home", uint16), ("w@", uint16), ("w@float32", uint32)),
+    *(("bfloat16", uint16), ("key:threefry2x32", uint32)),
     *(("w@bfloat16", np.zeros(2, np.float16)), ("w@bfloat16", np.zeros(2, np.uint8))),
     *(("w@bfloat16", "text"), ("w@key:dice", uint32)),
     ("w@key:threefry2x32", np.zeros(3, np.uint32)),
