@@ -82,6 +82,12 @@ def check_leaves(leaves: Mapping[str, Leaf], where: str, *, abstract: bool) -> N
     )
 
 
+def is_array(x: Leaf) -> bool:
+  """Whether a leaf is an array that JAX takes; a Python number, or an array of text, is not."""
+  # NumPy gives bfloat16 and the other dtypes of `ml_dtypes` the kind "V".
+  return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
+
+
 def is_key(dtype: DType) -> bool:
   """Whether `dtype` is that of typed PRNG keys."""
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)

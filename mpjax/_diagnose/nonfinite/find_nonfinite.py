@@ -16,8 +16,9 @@ from jax.extend.core import primitives as p
 
 from mpjax._autocast.scopes import REGION
 from mpjax._core.errors import check_call
+from mpjax._core.leaves import is_array
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
-from mpjax._diagnose.call import Call, compiled_as_written, is_array
+from mpjax._diagnose.call import Call, compiled_as_written
 from mpjax._diagnose.nonfinite import probes
 from mpjax._diagnose.nonfinite.cause import advice
 from mpjax._diagnose.nonfinite.report import NonfiniteReport, Range
