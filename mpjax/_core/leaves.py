@@ -105,7 +105,7 @@ def as_array(x: Leaf, dtype: DType) -> Leaf:
     # and the caller can name the leaf.
     limits = jnp.iinfo(dtype)
     return np.asarray(x, dtype if limits.min <= x <= limits.max else None)
-  if isinstance(x, (float, complex)) and dtype not in (np.float64, np.complex128):
+  if isinstance(x, (float, complex)) and dtype.name not in ("float64", "complex128"):
     with np.errstate(over="ignore"):
       narrow = np.asarray(x, np.float32 if isinstance(x, float) else np.complex64)
     # A finite number that is inf in 32 bits stays in 64, so that the caller can refuse it.
