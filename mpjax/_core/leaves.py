@@ -82,27 +82,33 @@ def check_leaves(leaves: Mapping[str, Leaf], where: str, *, abstract: bool) -> N
     )
 
 
+def is_array(x: Leaf) -> bool:
+  """Whether a leaf is an array that JAX takes; a Python number, or an array of text, is not."""
+  # NumPy gives bfloat16 and the other dtypes of `ml_dtypes` the kind "V".
+  return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
+
+
 def is_key(dtype: DType) -> bool:
   """Whether `dtype` is that of typed PRNG keys."""
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def as_array(x: Leaf, want: jax.ShapeDtypeStruct) -> Leaf:
-  """Returns a Python number as the array that JAX makes of it beside `want`, else `x` itself.
+def as_array(x: Leaf, dtype: DType) -> Leaf:
+  """Returns a Python number as the array that JAX makes of it beside a `dtype`, else `x` itself.
 
-  A number that does not fit into float32, or into the integer type of `want`, stays 64-bit.
+  A number that does not fit into 32 bits, or into an integer `dtype`, gets another dtype.
   """
   if hasattr(x, "dtype"):
     return np.asarray(x) if isinstance(x, np.generic) else x
-  if isinstance(x, int) and not isinstance(x, bool) and jnp.issubdtype(want.dtype, jnp.integer):
+  if isinstance(x, int) and not isinstance(x, bool) and jnp.issubdtype(dtype, jnp.integer):
     # JAX raises for an int that its dtype cannot hold. Without a dtype, NumPy chooses a wider one,
     # and the caller can name the leaf.
-    limits = jnp.iinfo(want.dtype)
-    return np.asarray(x, want.dtype if limits.min <= x <= limits.max else None)
-  if isinstance(x, float) and want.dtype != np.float64:
+    limits = jnp.iinfo(dtype)
+    return np.asarray(x, dtype if limits.min <= x <= limits.max else None)
+  if isinstance(x, (float, complex)) and dtype.name not in ("float64", "complex128"):
     with np.errstate(over="ignore"):
-      narrow = np.asarray(x, np.float32)
-    # A finite float that is inf in float32 stays in float64, so that the caller can refuse it.
+      narrow = np.asarray(x, np.float32 if isinstance(x, float) else np.complex64)
+    # A finite number that is inf in 32 bits stays in 64, so that the caller can refuse it.
     return narrow if np.isfinite(narrow) or not np.isfinite(x) else np.asarray(x)
   return np.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 

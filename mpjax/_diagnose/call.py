@@ -7,24 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.boundary import Boundary, jax_order
 from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
-from mpjax._core.leaves import Path, leaf_paths
+from mpjax._core.leaves import Path, is_array, leaf_paths
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import AUDIT
 from mpjax._policy.audit_record import AuditRecord
-
-
-def is_array(x: Leaf) -> bool:
-  """Whether a leaf is an array that JAX takes; a Python number, or an array of text, is not."""
-  # NumPy gives bfloat16 and the other dtypes of `ml_dtypes` the kind "V".
-  return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV")
 
 
 class Argument(NamedTuple):

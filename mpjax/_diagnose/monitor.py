@@ -15,7 +15,7 @@ from mpjax._core.leaves import changes_nothing, is_nonzero, raw_value
 from mpjax._core.trees import pick
 from mpjax._core.types import Array, Grads, Leaf, OptState, Params, PyTree, Updates, is_inexact
 from mpjax._optim.find_scale import scales_in
-from mpjax._optim.loss_scale import INT32_MAX
+from mpjax._optim.loss_scale import INT32_MAX, sum_of_counts
 from mpjax._optim.optimizer_trees import (
   at_least_float32,
   differentiated,
@@ -140,7 +140,7 @@ def _count(
 
 def added(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
   """Returns sums of counts. They stop at 2^31 - 1, since a parameter may have more elements."""
-  return tuple(x + jnp.minimum(y, INT32_MAX - x) for x, y in zip(a, b, strict=True))
+  return tuple(map(sum_of_counts, a, b))
 
 
 def _is_update(counts: Mapping[str, Array]) -> Array:

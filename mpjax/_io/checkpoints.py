@@ -26,7 +26,7 @@ from mpjax._core.leaves import (
   refuse_overflow,
 )
 from mpjax._core.trees import is_floating
-from mpjax._core.types import DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
+from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert
 from mpjax._optim.find_scale import scales_in, scaling_states, states_by_path
 from mpjax._optim.optimizer_trees import nodes_of
@@ -50,7 +50,7 @@ def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
     have no leaves, and no entry.
 
   Raises:
-    MpjaxValueError: two leaves have the same path as text.
+    MpjaxValueError: two leaves have the same path as text, or JAX cannot hold a Python number.
     MpjaxTypeError: a leaf is not an array, or is traced or abstract.
 
   >>> import jax, jax.numpy as jnp, mpjax
@@ -66,18 +66,30 @@ def to_arrays(tree: PyTree) -> dict[str, NumpyArray]:
   check_leaves(leaves, where, abstract=False)
   arrays: dict[str, NumpyArray] = {}
   for path, x in leaves.items():
-    name, array = _encode(path, x)
+    name, array = _encode(path, x if hasattr(x, "dtype") else _number(path, x, where))
     if name in arrays:
       raise same_path(where, name)
     arrays[name] = array
   return arrays
 
 
-def _encode(path: str, x: Leaf) -> tuple[str, NumpyArray]:
+def _number(path: str, x: Leaf, where: str) -> NumpyArray:
+  """Returns a Python number in the dtype that JAX would give it, or raises if it does not fit."""
+  # `np.asarray` alone would take 64 bits.
+  dtype = jnp.result_type(x)
+  number = as_array(x, dtype)
+  if number.dtype != dtype:
+    raise MpjaxValueError(
+      where,
+      expected=f"Python numbers that {dtype} can hold, since jit gives them this dtype",
+      got=f"{x} at {path or 'the root'}",
+      fix="Choose a wider dtype: np.int64(x) or np.float64(x).",
+    )
+  return number
+
+
+def _encode(path: str, x: Array | NumpyArray) -> tuple[str, NumpyArray]:
   """Returns the name and the array that store a leaf, see `decode`."""
-  # A Python number gets the dtype that JAX would give it: `np.asarray` alone would take 64 bits.
-  if not hasattr(x, "dtype"):
-    return path, np.asarray(x, jnp.result_type(x))
   if is_key(x.dtype):
     return f"{path}@{_KEY}{jax.random.key_impl(x)}", np.asarray(jax.random.key_data(x))
   # NumPy files store the dtypes of `ml_dtypes` as void, which cannot be read back.
@@ -126,7 +138,10 @@ def decode(name: str, x: Leaf) -> tuple[str, Leaf]:
   Without a valid tag they are returned as they are, because the key of a dict may hold an "@".
   """
   # The tag is behind the last "@", so a path may hold others.
-  path, _, tag = name.rpartition("@")
+  path, at, tag = name.rpartition("@")
+  # A leaf may be called "bfloat16".
+  if not at:
+    return name, x
   try:
     if tag.startswith(_KEY):
       return path, jax.random.wrap_key_data(jnp.asarray(x), impl=tag.removeprefix(_KEY))
@@ -429,7 +444,7 @@ def _resolve(name: str, x: Leaf, expected: _Expected) -> tuple[str, Leaf]:
   """Returns the path and the leaf that were saved as `name` and `x`."""
   # A path of the target that holds an "@" is taken as it is.
   path, x = (name, x) if name in expected else decode(name, x)
-  return path, as_array(x, expected[path]) if path in expected else x
+  return path, as_array(x, expected[path].dtype) if path in expected else x
 
 
 def _advice_on_leaves(pairs: list[tuple[Leaf, jax.ShapeDtypeStruct]]) -> str:

@@ -140,10 +140,11 @@ def _norms(leaves: Mapping[Path, Leaf]) -> set[Path]:
   """Returns the paths of the nodes that seem to be norms, by the leaves right inside them."""
   ranks: dict[Path, dict[str, int]] = {}
   for path, x in leaves.items():
-    # A leaf at the root has no node whose name could tell a norm.
-    if len(path) > 1 and is_floating(x):
+    # A tree that is one array has no names.
+    if path and is_floating(x):
       ranks.setdefault(path[:-1], {})[path[-1]] = x.ndim
-  return {node for node, of_node in ranks.items() if _is_norm(node[-1], of_node)}
+  # The root has no name, but its arrays may be those of a norm.
+  return {node for node, of_node in ranks.items() if _is_norm("".join(node[-1:]), of_node)}
 
 
 def _is_norm(name: str, ranks: Mapping[str, int]) -> bool:

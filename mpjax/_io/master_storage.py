@@ -14,6 +14,7 @@ from mpjax._core.errors import MpjaxValueError, listed
 from mpjax._core.leaves import Path, path_text
 from mpjax._core.trees import in_low_precision
 from mpjax._core.types import Array, KeyPath, Leaf, PyTree
+from mpjax._optim.optimizer_trees import states_with_path
 from mpjax._optim.states import MasterWeightsState
 from mpjax._optim.step.train_state import TrainState
 from mpjax._optim.wrappers.master_weights import bounded, has_no_master, join, split
@@ -34,14 +35,20 @@ def masters_to_convert(
     MpjaxValueError: masters were saved in 17 bits; or `target` has no parameters of these masters,
       or has them twice.
   """
+  states = states_with_path(target, MasterWeightsState)
+  places = [_names_of(path) for path, _ in states]
   # States of optax hold trees with the paths of parameters. The parameters are outside of all
-  # states.
+  # states. A dict of Flax NNX has mappings in place of their classes, but all moments are below the
+  # masters.
   leaves = jax.tree_util.tree_leaves_with_path(target, is_leaf=_is_state)
-  params = {_names_of(path): x for path, x in leaves if not _is_state(x)}
+  outside = {_names_of(path): x for path, x in leaves if not _is_state(x)}
+  params = {
+    names: x
+    for names, x in outside.items()
+    if not any(names[: len(place)] == place for place in places)
+  }
   parameter_paths: dict[str, str] = {}
-  for key_path, state in jax.tree_util.tree_leaves_with_path(target, is_leaf=_has_masters):
-    if not _has_masters(state):
-      continue
+  for key_path, state in states:
     place = f"{path_text(key_path)}/master".lstrip("/")
     # Early versions saved a parity array. The target may have a parameter that is called "parity".
     prefix = f"{place}/parity/"
@@ -68,10 +75,6 @@ def masters_to_convert(
     if root is not None:
       parameter_paths |= {path: "/".join(root + x) for x, path in changed.items()}
   return parameter_paths
-
-
-def _has_masters(x: object) -> bool:
-  return isinstance(x, MasterWeightsState)
 
 
 def _is_state(x: object) -> bool:

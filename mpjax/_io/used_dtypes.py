@@ -7,9 +7,8 @@ changes.
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
-import numpy as np
 
-from mpjax._core.leaves import path_text, refuse_overflow
+from mpjax._core.leaves import is_array, path_text, refuse_overflow
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import FLOAT32, Array, DType, Function, Leaf, Params, PyTree
 from mpjax._jaxpr.graph import Graph, Operation, Value
@@ -40,8 +39,9 @@ def store_as_used(
   finite value that does not fit raises MpjaxValueError; `where` is the public call.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
-  kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-  arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, kinds)}
+  arrays = {
+    i: x for i, x in enumerate(leaves) if is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+  }
 
   def call(params: Params, arrays: dict[int, Array]) -> list[Leaf]:
     args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, x) for i, x in enumerate(leaves)])

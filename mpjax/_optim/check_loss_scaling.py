@@ -21,7 +21,7 @@ from jax.core import Tracer
 from mpjax._core import errors
 from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import Path, is_key, raw_value
-from mpjax._core.trees import is_none, low_to_float32
+from mpjax._core.trees import in_low_precision, is_none, low_to_float32
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, P, PyTree, is_inexact
 from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Location, is_of_inner_gradient
@@ -29,6 +29,7 @@ from mpjax._optim.find_scale import OwnedScale, refuse_outside, scales_in
 from mpjax._optim.loss_scale import INT32_MAX, NoLossScale, SkipNonfinite, is_label, read_kind
 from mpjax._optim.optimizer_trees import full_like, strong
 from mpjax._optim.scaled import scale_value_p
+from mpjax._optim.states import MasterWeightsState
 
 WHERE = "mpjax.check_loss_scaling(step)"
 _TWO_CALLS = "Call what it returns: mpjax.check_loss_scaling(step)(*args)."
@@ -201,17 +202,9 @@ def _check_skipped_step(
         )
   nodes = [*call.variables, *(node for group in groups for node in group.arguments)]
   replaced = [x for x in call.arrays if any(_is_below(x, node) for node in nodes)]
-  # Give each of these arguments other numbers than all others, and no zeros: an average may begin
-  # as a copy of the parameters, and a multiple of 0 does not show a change.
-  start = dict(call.arrays)
-  for i, path in enumerate(replaced):
-    if is_inexact(x := start[path]):
-      old = np.asarray(low_to_float32(x))
-      # Factors from 0.5 to 1, so that no product overflows.
-      factor = (1 + i / len(replaced)) / 2
-      start[path] = full_like(x, jnp.asarray(factor * (old if np.any(old) else 0.6875)))
 
   # 3. With NaN gradients it is skipped.
+  start = _with_other_numbers(call.arrays, replaced)
   skipped = _skipped_run(call, start, replaced)
   if lost := (first.applied.keys() or {*call.scales}) - skipped.applied.keys():
     raise _not_updated(call, min(lost)[-1])
@@ -219,6 +212,26 @@ def _check_skipped_step(
   # 4. Each new version is its argument.
   if changed := _changed(call, groups, skipped):
     raise _changes_when_skipped(call, changed)
+
+
+def _with_other_numbers(
+  arrays: Mapping[Names, Array], replaced: Sequence[Names]
+) -> dict[Names, Array]:
+  """Returns the arrays, of which each replaced one has other numbers than all others, and no zeros.
+
+  An average may begin as a copy of the parameters, and a multiple of 0 does not show a change.
+  """
+  has_masters = any(map(_is_master, arrays))
+  start = dict(arrays)
+  for i, path in enumerate(replaced):
+    if is_inexact(x := arrays[path]):
+      old = np.asarray(low_to_float32(x))
+      # Factors from 0.5 to 1, so that no product overflows. `mpjax.apply_updates` makes a parameter
+      # its rounded master, which it stays if both are doubled, since that rounds nothing.
+      is_rounded = has_masters and (_is_master(path) or in_low_precision(x))
+      factor = 2 if is_rounded else (1 + i / len(replaced)) / 2
+      start[path] = full_like(x, jnp.asarray(factor * (old if np.any(old) else 0.6875)))
+  return start
 
 
 def _skipped_run(call: "_Call", start: Mapping[Names, Array], replaced: Sequence[Names]) -> "_Run":
@@ -512,6 +525,11 @@ def _scales_in(paths: Iterable[Names]) -> list[Names]:
   return [
     path[:-1] for path, end in ends if end[::2] == ("loss_scale", "skipped") and is_label(end[1])
   ]
+
+
+def _is_master(path: Names) -> bool:
+  """Whether a path is that of a master of `mpjax.master_weights`."""
+  return MasterWeightsState._fields[0] in path
 
 
 def _as_arrays(leaves: Mapping[Names, Leaf]) -> dict[Names, Leaf]:

@@ -376,8 +376,8 @@ def as_skipped(old: LossScaleState, new: LossScaleState) -> LossScaleState:
   """
   count = new.total - old.total
   return new._replace(
-    skipped=old.skipped + count,
-    consecutive_skips=old.consecutive_skips + count,
+    skipped=sum_of_counts(old.skipped, count),
+    consecutive_skips=sum_of_counts(old.consecutive_skips, count),
     finite=new.applied & (count == 0),
   )
 
@@ -385,3 +385,8 @@ def as_skipped(old: LossScaleState, new: LossScaleState) -> LossScaleState:
 def count_up(count: Array, by_one: Array | bool = True) -> Array:
   """Returns a counter after a step; it stops at 2^31 - 1 instead of wrapping to a negative."""
   return jnp.where(jnp.logical_and(by_one, count < INT32_MAX), count + 1, count)
+
+
+def sum_of_counts(count: Array, other: Array) -> Array:
+  """Returns the sum of two counts; it stops at 2^31 - 1 instead of wrapping to a negative."""
+  return count + jnp.minimum(other, INT32_MAX - count)

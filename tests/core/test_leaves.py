@@ -33,18 +33,19 @@ NUMBERS = [
   *((0.1, want, "float32") for want in ("float32", "bfloat16")),
   *((0.1, "float64", "float64"), (1e300, "float32", "float64")),
   *((float("inf"), "float32", "float32"), (float("nan"), "float16", "float32")),
-  *((1j, "complex64", "complex128"), (np.float64(0.1), "float32", "float64")),
+  *((0.1j, "complex64", "complex64"), (0.1j, "complex128", "complex128")),
+  *((1e300j, "complex64", "complex128"), (np.float64(0.1), "float32", "float64")),
   (np.int64(3), "int32", "int64"),
 ]
 
 
 def test_a_python_number_is_what_jax_makes_of_it():
   for x, want, dtype in NUMBERS:
-    found = leaves.as_array(x, struct(want))
+    found = leaves.as_array(x, np.dtype(want))
     assert (type(found), found.dtype, found.shape) == (np.ndarray, np.dtype(dtype), ()), (x, want)
     np.testing.assert_array_equal(found, np.asarray(x, dtype))
   for x in ("text", None, np.ones(2), jnp.ones(2)):
-    assert leaves.as_array(x, struct("float32")) is x
+    assert leaves.as_array(x, np.dtype("float32")) is x
 
 
 ONES = {name: np.ones(2, name) for name in ("float32", "float64", "int32", "int64", "bool", "V2")}

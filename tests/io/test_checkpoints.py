@@ -47,10 +47,26 @@ def test_python_numbers_have_the_dtypes_of_jit():
   assert [x.item() for x in arrays.values()] == [True, 3, 0.5, 0.1]
 
 
+@pytest.mark.parametrize(
+  ("number", "dtype"),
+  [(2**31, "int32"), (-(2**70), "int32"), (1e300, "float32"), (complex(0, -1e300), "complex64")],
+)
+def test_a_python_number_that_jit_cannot_hold_is_an_error(number, dtype):
+  with refused(
+    ValueError,
+    "mpjax.checkpoints.to_arrays(tree)",
+    expected=f"Python numbers that {dtype} can hold",
+    got=f"{number} at steps",
+    fix="np.int64(x)",
+  ):
+    mpjax.checkpoints.to_arrays({"steps": number})
+
+
 def test_what_is_no_tag_of_ours_is_left_alone():
   uint16, uint32 = np.zeros(2, np.uint16), np.zeros(2, np.uint32)
   for name, x in (
     *(("w", uint16), ("w@home", uint16), ("w@", uint16), ("w@float32", uint32)),
+    *(("bfloat16", uint16), ("key:threefry2x32", uint32)),
     *(("w@bfloat16", np.zeros(2, np.float16)), ("w@bfloat16", np.zeros(2, np.uint8))),
     *(("w@bfloat16", "text"), ("w@key:dice", uint32)),
     ("w@key:threefry2x32", np.zeros(3, np.uint32)),

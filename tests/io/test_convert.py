@@ -106,6 +106,14 @@ def test_norms_of_other_kinds_and_what_only_looks_like_one():
   assert found == {f"{norm}/{key}" for norm, arrays in norms.items() for key in arrays}
 
 
+def test_a_tree_may_be_that_of_one_norm():
+  norm = {"scale": jnp.ones(4), "bias": jnp.ones(4)}
+  statistics = {"mean": jnp.ones(4), "var": jnp.ones(4)}
+  for tree in (norm, norm | statistics, {"params": norm, "batch_stats": statistics}):
+    assert set(stored(convert(tree, "bfloat16")).values()) == {"float32"}
+  assert set(stored(convert({"w": jnp.ones(4)}, "bfloat16")).values()) == {"bfloat16"}
+
+
 def test_float8_stays_unless_a_rule_names_it():
   tree = {"kernel": jnp.ones((2, 2), jnp.float8_e4m3fn), "bias": jnp.ones(2)}
   assert stored(convert(tree, "bfloat16")) == {"kernel": "float8_e4m3fn", "bias": "bfloat16"}

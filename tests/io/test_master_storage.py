@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpjax
 from tests.errors import refused
@@ -116,6 +117,37 @@ def test_what_crosses_is_placed_as_in_target(storage, devices):
     found = restore_like(target, state)
     assert found[1].inner_state.master["w"].sharding == where
     assert bits(masters_of(found)) == bits(masters_of(state))
+
+
+def begun_with_nnx(storage):
+  rngs = nnx.Rngs(0)
+  model = nnx.List(
+    [nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)]
+  )
+  tx = mpjax.loss_scaling(mpjax.master_weights(ADAM, storage=storage))
+  return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def pure(objects):
+  return nnx.to_pure_dict(nnx.state(objects))
+
+
+@pytest.mark.parametrize("form", [nnx.state, pure])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_masters_of_nnx_cross_without_their_classes(storage, form):
+  (into,) = {*STORAGES} - {storage}
+  trained, restored = begun_with_nnx(storage), begun_with_nnx(into)
+  model, optimizer = trained
+  for _ in range(2):
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+  saved = mpjax.checkpoints.to_arrays(form(trained))
+  nnx.update(restored, nnx.State(restore_like(form(restored), saved)))
+  found = [
+    mpjax.states.master_params(optimizer, nnx.as_pure(nnx.state(model, nnx.Param)))
+    for model, optimizer in (trained, restored)
+  ]
+  assert bits(found[0]) == bits(found[1])
+  assert bits(pure(trained[0])) == bits(pure(restored[0]))
 
 
 def test_one_array_for_all_parameters():

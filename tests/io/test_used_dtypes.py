@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._io.used_dtypes import used_dtypes
+from mpjax._io.used_dtypes import store_as_used, used_dtypes
 from tests.autocast.rig import with_vjp
 
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
@@ -85,6 +85,16 @@ def test_what_is_stored_so_gives_the_same_bits(name):
   w = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
   wide, narrow = (jax.jit(functools.partial(fun, v))(X) for v in (w, w.astype(dtype)))
   np.testing.assert_array_equal(wide.astype(jnp.float32), narrow.astype(jnp.float32))
+
+
+def test_arguments_that_are_no_arrays_are_passed_unchanged():
+  def fun(w, x, names, kinds, *, scale):
+    assert names == "ab"
+    assert kinds.tolist() == ["c"]
+    return half(x) @ half(w) * scale
+
+  args = (jax.ShapeDtypeStruct(X.shape, X.dtype), "ab", np.asarray(["c"]))
+  assert store_as_used(fun, W, args, {"scale": 2.0}, "here").dtype == BF16
 
 
 def test_trees():

@@ -382,9 +382,16 @@ tests/integration/test_older_states.py::test_a_later_version_restores_a_state_wi
 mpjax/_optim/loss_scale.py::as_skipped
 
 40d an update that is taken back leaves the run of skipped steps as it was
-- old.consecutive_skips + count
+- sum_of_counts(old.consecutive_skips, count)
 + old.consecutive_skips
 ::test_updates_that_are_taken_back_have_each_number_of_skipped_ones
+
+mpjax/_optim/loss_scale.py::sum_of_counts
+
+40e the count of updates that are taken back wraps to a negative number
+- count + jnp.minimum(other, INT32_MAX - count)
++ count + other
+::test_counts_of_updates_that_are_taken_back_saturate
 
 mpjax/_policy/rules.py::ModuleRecord.check
 

@@ -165,6 +165,28 @@ def test_right_steps_pass(kind):
   check(*RIGHT[kind])
 
 
+@pytest.mark.parametrize("storage", ["float32", "split"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_parameter_stays_its_rounded_master(dtype, storage):
+  tx = mpjax.loss_scaling(mpjax.master_weights(MOMENTUM, storage=storage))
+  params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+  opt_state = tx.init(params)
+
+  def step(params, opt_state, batch, doubles=False):
+    # Gradients of float16 parameters would underflow in their dtype.
+    _, grads = right(mpjax.convert(params, "float32"), opt_state, batch, loss_fn)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    new = mpjax.apply_updates(params, updates, opt_state)
+    return (jax.tree.map(lambda p: p * 2, new) if doubles else new), opt_state
+
+  # The masters of a trained state hold more than their parameters.
+  for _ in range(2):
+    params, opt_state = step(params, opt_state, BATCH)
+  mpjax.check_loss_scaling(step)(params, opt_state, BATCH)
+  with ends(CHANGED):
+    mpjax.check_loss_scaling(functools.partial(step, doubles=True))(params, opt_state, BATCH)
+
+
 UNSCALED = {
   "float16": (SGD, never, F16),
   "a warmup from zero": (optax.sgd(WARMUP), never),

@@ -85,6 +85,14 @@ def test_updates_that_are_taken_back_have_each_number_of_skipped_ones(flags):
     assert loss_scale.as_skipped(old, new)._asdict() == skipped._asdict()
 
 
+def test_counts_of_updates_that_are_taken_back_saturate():
+  old = loss_scale.init_scale(mpjax.DynamicLossScale())
+  old = old._replace(skipped=jnp.int32(LIMIT - 1), consecutive_skips=jnp.int32(LIMIT))
+  skipped = loss_scale.as_skipped(old, old._replace(total=jnp.int32(2)))
+  assert (skipped.skipped, skipped.consecutive_skips) == (LIMIT, LIMIT)
+  assert not skipped.applied
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_counters_saturate(finite):
   config = mpjax.DynamicLossScale(growth_interval=LIMIT, init_scale=1)

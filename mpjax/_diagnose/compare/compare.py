@@ -100,6 +100,8 @@ def compare(
   def report(_: Function, args: Args, kwargs: Kwargs, advance: Advance) -> CompareReport:
     called = [_called(side, args, kwargs) if callable(side) else None for side, _ in sides]
     functions = [each for each in called if each is not None]
+    if not functions:
+      saved_runs(*args, **kwargs)
     # Rows are matched by path, so both sides need paths of one kind: modules of Flax, or
     # parameters.
     models = all(in_models(each.function, each.call) is not None for each in functions)
@@ -124,14 +126,14 @@ def compare(
       found = dataclasses.replace(found, notes=(*found.notes, _ADVICE))
     return found
 
-  # `Pending` takes a function. A saved run has its arguments in the file.
-  fn = f if callable(f) else _without_arguments
+  # `Pending` explains arguments that do not fit this function. A saved run has its own in the file.
+  fn = next((side for side, _ in sides if callable(side)), saved_runs)
   # Each of two models is the first argument of its own call.
   return Pending(_CALL, fn, report, _FIX, model_first=False)
 
 
-def _without_arguments() -> None:
-  """Stands for the function of a saved run."""
+def saved_runs() -> None:
+  """Stands for the functions of saved runs, which take no arguments."""
 
 
 def _check_side(side: object, name: str) -> None:

@@ -84,7 +84,8 @@ class CompareReport(Report):
       before are equal. That needs two runs with equal arguments, on one machine, whose matmuls run
       in one dtype, and no policy, because the rounding of a policy is meant. None if there is
       none.
-    results: the errors of what the functions returned, by path.
+    results: the errors of the floating arrays that the functions returned, by path. Integers and
+      booleans are not compared.
     arguments: the errors of the arguments that differ. Only those of saved runs do.
     unmatched: a sentence for each module that one run alone has, or both with other shapes.
     spacing: the distance from 1 to the next number, of the dtype that most matmuls run in, or of

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -386,11 +387,18 @@ def save(run: RecordedRun, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str], where: str) -> RecordedRun:
   """Reads a run that `save` wrote."""
-  # A pickle could run code, and files may come from others.
-  with np.load(path, allow_pickle=False) as file:
-    arrays = {key: file[key] for key in file.files}
-  # Another file of NumPy has no "meta", and so no format either.
-  meta = json.loads(str(arrays.pop("meta", "{}")))
+  with open(path, "rb") as file:
+    # NumPy returns a file of one array as an array, and takes other bytes for a pickle.
+    is_archive = zipfile.is_zipfile(file)
+  meta: dict[str, Any] = {}
+  arrays: dict[str, NumpyArray] = {}
+  if is_archive:
+    # A pickle could run code, and files may come from others.
+    with np.load(path, allow_pickle=False) as file:
+      # Another file of NumPy has no "meta", and its arrays may be pickles.
+      if "meta" in file:
+        arrays = {key: file[key] for key in file.files}
+        meta = json.loads(str(arrays.pop("meta")))
   if meta.pop("format", None) != _FORMAT:
     raise MpjaxValueError(
       where,

@@ -16,12 +16,13 @@ from jax.extend.core import primitives as p
 
 from mpjax._autocast.scopes import REGION
 from mpjax._core.errors import check_call
+from mpjax._core.leaves import is_array
 from mpjax._core.types import Args, Array, Function, Kwargs, Leaf, NumpyArray, PyTree
-from mpjax._diagnose.call import Call, compiled_as_written, is_array
+from mpjax._diagnose.call import Call, compiled_as_written
 from mpjax._diagnose.nonfinite import probes
 from mpjax._diagnose.nonfinite.cause import advice
 from mpjax._diagnose.nonfinite.report import NonfiniteReport, Range
-from mpjax._diagnose.nonfinite.uses import Uses, is_inexact, uses_of
+from mpjax._diagnose.nonfinite.uses import Uses, faults_in, is_inexact, uses_of
 from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.paths import rule_paths_of, selector
 from mpjax._diagnose.report import Advance, Pending
@@ -171,9 +172,10 @@ class Finder:
     if self.scale is None:
       self.scale = _scale_by_hand(self.graph, self.leaves)
     # Smaller powers of two as loss scales, and their ratio to the present scale, which is left out,
-    # since it has been run. Without a loss scale, only the arguments as they are can be run.
+    # since it has been run. Without a loss scale, only the arguments as they are can be run. Nor is
+    # there another one to try if the scale itself is damaged, which the report shows.
     self.factors = dict[float, float]()
-    if self.scale is not None and self.scale.value != 0:
+    if self.scale is not None and 0 < self.scale.value < math.inf:
       ends = (math.ceil(math.log2(x)) for x in (self.scale.least, self.scale.value))
       self.factors = {2.0**i: 2.0**i / self.scale.value for i in range(*ends)}
     self.uses = uses_of(self.body)
@@ -253,7 +255,7 @@ class Finder:
       path=path,
       direction="forward",
       verdict="value",
-      index=tuple(map(int, np.argwhere(~jnp.isfinite(x))[0])),
+      index=tuple(map(int, np.argwhere(faults_in(x, slot, self.uses))[0])),
       result=result,
       cause=f"{name} holds {result.inf} inf and {result.nan} NaN before anything is computed.",
       cure="jnp.isfinite(x).all()  # of the data, or restore a checkpoint if it is a parameter",

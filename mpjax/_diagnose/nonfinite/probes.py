@@ -23,6 +23,7 @@ from mpjax._diagnose.nonfinite.uses import (
   Uses,
   can_break,
   effect_of,
+  faults_in,
   is_inexact,
   newly_nonfinite,
 )
@@ -172,15 +173,10 @@ class FirstProbe(Observer):
     self.broken = list[Array]()  # the first step that broke, of each value that counts
     self.indices = enclosing.indices
     _, self.place, self.rows, _ = self.nothing()
-    # Take the arguments and constants that hold a NaN, or an inf that can be no mask. A mask may
-    # hold -inf if it is an argument that is not added up, and any inf if it is a constant.
     for slot, x in [*zip(body.inputs, values, strict=True), *body.consts.items()]:
       number = self.uses.arguments.get(slot)
       if number is not None and number in self.only:
-        x = jnp.asarray(x)
-        is_mask = (jnp.real(x) < 0) & (slot not in self.uses.summed) | (slot in body.consts)
-        is_fault = jnp.isnan(x) | (~jnp.isfinite(x) & ~is_mask)
-        self._take(slot, _number_where(is_fault, number))
+        self._take(slot, _number_where(faults_in(jnp.asarray(x), slot, self.uses), number))
 
   def nothing(self) -> Seen:
     # The number, an iteration for each nested loop, and the device.

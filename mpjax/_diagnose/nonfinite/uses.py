@@ -200,6 +200,13 @@ def uses_of(top: Body) -> Uses:
   return Uses(top, arguments, outputs, counted, compared, literals, summed)
 
 
+def faults_in(x: Array, slot: int, uses: Uses) -> Array:
+  """Returns which elements of an argument or constant are faults: NaN, and an inf of no mask."""
+  # A mask may hold -inf if it is an argument that is not added up, and any inf if it is a constant.
+  is_mask = (jnp.real(x) < 0) & (slot not in uses.summed) | (slot in uses.top.consts)
+  return jnp.isnan(x) | (~jnp.isfinite(x) & ~is_mask)
+
+
 _PASS: Collection[Effect] = ("moves", "casts")
 """The effects by which each element of a result is one of an operand."""
 

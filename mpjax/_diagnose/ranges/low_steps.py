@@ -47,10 +47,13 @@ class Programs(NamedTuple):
   low: set[int]
 
 
-def programs_of(call: Call, fn: Function) -> Programs:
-  """Returns the steps of a function, and which of them a policy puts in low precision."""
-  program, outputs = call.traced(fn)
-  arguments = call.arguments(fn)
+def programs_of(
+  program: ClosedJaxpr, arguments: Sequence[Argument], outputs: Sequence[Path]
+) -> Programs:
+  """Returns the steps of a program, and which of them a policy puts in low precision.
+
+  `arguments` describes its arguments. `outputs` are the paths of its results.
+  """
 
   def rewritten() -> ClosedJaxpr:
     # With a record for an audit, the rewriter keeps the marks.

@@ -76,7 +76,10 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   program, outputs = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
   is_loss = args and call.returned_loss(program, outputs)
-  programs = programs_of_gradient(call, fn) if is_loss else programs_of(call, fn)
+  if is_loss:
+    programs = programs_of_gradient(call, fn)
+  else:
+    programs = programs_of(program, call.arguments(fn), outputs)
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]

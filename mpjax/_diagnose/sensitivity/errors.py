@@ -169,11 +169,11 @@ def _measured(
     The results are divided by the largest of them, since float32 squares have half its range.
     """
     results, pull = jax.vjp(lambda x: of_counted(_run_in_pieces(body, xs, x, places)), factors)
-    magnitudes = [jnp.max(jnp.abs(x), initial=0) for x in results]
-    largest = functools.reduce(jnp.maximum, magnitudes, jnp.finfo(jnp.float32).tiny)
+    sizes = [jnp.max(jnp.abs(x), initial=0) for x in results]
+    unit = functools.reduce(jnp.maximum, sizes, jnp.finfo(jnp.float32).tiny)
 
     def projected(key: Array) -> Mapping[Key, Array]:
-      (each,) = pull([x / largest for x in _random_like(results, key)])
+      (each,) = pull([x / unit for x in _random_like(results, key)])
       # The iterations of a loop round independently, so their changes add as squares.
       return jax.tree.map(lambda x: jnp.sum(x**2), each)
 

@@ -101,67 +101,100 @@ def places_of(body: Body, kept: Callable[[Step], bool], bounds: Mapping[int, int
     kept: says which of them are in float32 instead.
     bounds: the numbers of iterations of its `while` loops, by the number of the step.
   """
-  places = Places({}, {}, {}, bounds)
-  casts: dict[tuple[int, str], Key] = {}
-  # A loop does not change its constants, such as the weights of a recurrent network, so their
-  # rounding is the same in all iterations. By value: the one outside of the loop that it is, and in
-  # how many of the loops around it differs.
-  origins: dict[int, int] = {}
-  depths: dict[int, int] = {}
+  finder = _Finder(kept, bounds)
+  finder.read_body(body, {}, ())
+  return finder.places
 
-  def depth_of(slots: Iterable[Any]) -> int:
-    return max((depths.get(slot, 0) for slot in slots if isinstance(slot, int)), default=0)
 
-  def add(step: Step, operand: int, format: Format, around: tuple[int, ...]) -> None:
-    key = (step.number, operand)
-    is_cast = operand == RESULT and step.eqn.primitive is p.convert_element_type_p
-    slot = step.ins[0 if is_cast else operand] if step.ins else None
-    # One value that is cast twice has the same error both times, so it is one rounding.
-    if isinstance(slot, int) and (is_cast or operand != RESULT):
-      key = casts.setdefault((origins.get(slot, slot), format.name), key)
-    places.keys.setdefault(step.number, {})[operand] = key
-    if key not in places.roundings:
-      places.roundings[key] = Rounding(step, operand, format)
-      places.lengths[key] = around[: depth_of(step.ins if operand == RESULT else [slot])]
+class _Finder:
+  """Reads the steps of a program once, in order, and notes where it rounds."""
 
-  def walk(body: Body, exact: Mapping[int, bool], around: tuple[int, ...] = ()) -> list[bool]:
-    """Adds the roundings of a body, and returns which of its results are rounded already."""
-    # By value: whether it is a number of its own low-precision format.
-    rounded = dict(exact)
+  def __init__(self, kept: Callable[[Step], bool], bounds: Mapping[int, int]) -> None:
+    self.kept = kept
+    self.places = Places({}, {}, {}, bounds)
+    # One value that is cast twice has the same error both times, so it is one rounding. By value
+    # and format: the key of the first cast.
+    self._casts: dict[tuple[int, str], Key] = {}
+    # A loop does not change its constants, such as the weights of a recurrent network, so their
+    # rounding is the same in all iterations. By value: the one outside of the loop that it is, and
+    # in how many of the loops around it differs.
+    self._origins: dict[int, int] = {}
+    self._depths: dict[int, int] = {}
+
+  def read_body(
+    self, body: Body, inputs: Mapping[int, bool], around: tuple[int, ...]
+  ) -> list[bool]:
+    """Notes the roundings of a body, and returns which of its results are rounded already.
+
+    Args:
+      body: a list of steps.
+      inputs: by value, whether it is a number of its own low-precision format.
+      around: the numbers of iterations of the loops around it.
+    """
+    rounded = dict(inputs)
     for step in body.steps:
-      depths.update(dict.fromkeys(step.outs, len(around) if step.bodies else depth_of(step.ins)))
-      of_ins = [not isinstance(x, int) or rounded.get(x, True) for x in step.ins]
+      depth = len(around) if step.bodies else self._depth(step.ins)
+      self._depths.update(dict.fromkeys(step.outs, depth))
+      of_ins = _are_rounded(step.ins, rounded)
       if step.bodies:
-        length = (bounds[step.number],) if step.number in bounds else ()
-        if step.holds is Holds.SCAN:
-          length = (step.inner[0].times or 0,)
-        results: list[list[bool]] = []
-        for inner, each in zip(step.inner, step.bodies, strict=True):
-          taken = [of_ins[i] for i in inner.operands or ()]
-          # A carry is a number of its format if it is one in each iteration.
-          inside = dict(zip(each.inputs, taken, strict=False))
-          depths.update(dict.fromkeys(each.inputs, len(around) + len(length)))
-          # The constants of a loop come before its carry.
-          outer = [step.ins[i] for i in inner.operands or ()][: inner.carry.start]
-          for slot, x in zip(each.inputs, outer, strict=False):
-            depths[slot] = depth_of([x])
-            if isinstance(x, int):
-              origins[slot] = origins.get(x, x)
-          results.append(walk(each, inside, (*around, *length)))
-        returned = [x for x, inner in zip(results, step.inner, strict=True) if inner.returns]
-        outs = [all(x) for x in zip(*returned, strict=True)]
-      elif kept(step):
+        outs = self._read_bodies(step, of_ins, around)
+      elif self.kept(step):
         outs = [False] * len(step.outs)
       else:
         added, is_rounded = _rounded_by(step, of_ins)
         for operand, format in added:
-          add(step, operand, format, around)
+          self._add(step, operand, format, around)
         outs = [is_rounded] * len(step.outs)
       rounded.update(zip(step.outs, outs, strict=True))
-    return [not isinstance(x, int) or rounded.get(x, True) for x in body.outputs]
+    return _are_rounded(body.outputs, rounded)
 
-  walk(body, {})
-  return places
+  def _read_bodies(self, step: Step, of_ins: Sequence[bool], around: tuple[int, ...]) -> list[bool]:
+    """Reads what is inside of a step, and returns which of its results are rounded already."""
+    inside = (*around, *self._iterations(step))
+    results: list[list[bool]] = []
+    for inner, body in zip(step.inner, step.bodies, strict=True):
+      operands = inner.operands or ()
+      self._depths.update(dict.fromkeys(body.inputs, len(inside)))
+      # The constants of a loop come before its carry.
+      for slot, i in zip(body.inputs, operands[: inner.carry.start], strict=False):
+        outside = step.ins[i]
+        self._depths[slot] = self._depth([outside])
+        if isinstance(outside, int):
+          self._origins[slot] = self._origins.get(outside, outside)
+      # A carry is taken for what it is at the first iteration.
+      taken = dict(zip(body.inputs, [of_ins[i] for i in operands], strict=False))
+      results.append(self.read_body(body, taken, inside))
+    returned = [x for x, inner in zip(results, step.inner, strict=True) if inner.returns]
+    return [all(x) for x in zip(*returned, strict=True)]
+
+  def _iterations(self, step: Step) -> tuple[int, ...]:
+    """Returns the number of iterations of a loop; () for a step that runs its bodies once."""
+    if step.holds is Holds.SCAN:
+      return (step.inner[0].times or 0,)
+    bounds = self.places.bounds
+    return (bounds[step.number],) if step.number in bounds else ()
+
+  def _add(self, step: Step, operand: int, format: Format, around: tuple[int, ...]) -> None:
+    """Notes a rounding of an operand, or of the results."""
+    key = (step.number, operand)
+    is_cast = operand == RESULT and step.eqn.primitive is p.convert_element_type_p
+    slot = step.ins[0 if is_cast else operand] if step.ins else None
+    if isinstance(slot, int) and (is_cast or operand != RESULT):
+      key = self._casts.setdefault((self._origins.get(slot, slot), format.name), key)
+    self.places.keys.setdefault(step.number, {})[operand] = key
+    if key not in self.places.roundings:
+      self.places.roundings[key] = Rounding(step, operand, format)
+      depth = self._depth(step.ins if operand == RESULT else [slot])
+      self.places.lengths[key] = around[:depth]
+
+  def _depth(self, slots: Iterable[Any]) -> int:
+    """Returns in how many of the loops around it something computed from these values differs."""
+    return max((self._depths.get(slot, 0) for slot in slots if isinstance(slot, int)), default=0)
+
+
+def _are_rounded(slots: Iterable[Any], rounded: Mapping[int, bool]) -> list[bool]:
+  """Returns which values are numbers of their own format. Literals and constants are."""
+  return [not isinstance(slot, int) or rounded.get(slot, True) for slot in slots]
 
 
 def _rounded_by(step: Step, of_ins: Sequence[bool]) -> tuple[list[tuple[int, Format]], bool]:

@@ -374,10 +374,26 @@ def test_saved_runs_have_the_table_of_the_functions(tmp_path, x, weights):
   assert repr(saved.rows) == repr(here.rows)
   assert str(saved).splitlines()[1:] == str(here).splitlines()[1:]
   assert saved.names == ("f.npz", "g.npz")
+  with refused(TypeError, "mpjax.compare(saved_runs)(*args)", "no arguments", "too many", "()."):
+    mpjax.compare(*files)(weights, x)
   other = mpjax.compare(stack(-1), str(files[1]))(weights, x + 0.1)
   assert other.arguments.keys() == {"args[1]"}
   assert "The arguments differ: args[1]" in str(other)
   assert other.first is None  # Other arguments are why.
+
+
+def test_an_error_of_a_function_beside_a_saved_run_is_its_own(tmp_path, x, weights):
+  def failing(weights, x):
+    raise ValueError("of the function")
+
+  file = tmp_path / "run.npz"
+  mpjax.compare(stack(-1))(weights, x).save(file)
+  compared = mpjax.compare(file, failing)
+  assert repr(compared).startswith("<mpjax.compare(failing): ")
+  with pytest.raises(ValueError, match="of the function"):
+    compared(weights, x)
+  with refused(TypeError, "mpjax.compare(failing)(*args)", "weights, x", "'x'", "(weights, x)"):
+    compared(weights)
 
 
 def test_wrong_calls(tmp_path, x, weights):

@@ -8,6 +8,7 @@ import mpjax
 from mpjax._diagnose.call import Call
 from mpjax._diagnose.compare import run as compare_run
 from mpjax._diagnose.compare.run import load, record, save
+from tests.errors import refused
 
 WIDTH, LAYERS = 4, 6
 
@@ -184,3 +185,22 @@ def test_a_saved_run_is_read_as_it_was(arguments, tmp_path):
   assert again.arrays.keys() == run.arrays.keys()
   for key, x in run.arrays.items():
     np.testing.assert_array_equal(again.arrays[key], x)
+
+
+def write_array(path):
+  with open(path, "wb") as file:
+    np.save(file, np.ones(2))
+
+
+def write_objects(path):
+  with open(path, "wb") as file:
+    np.savez(file, x=np.asarray([{}], object))
+
+
+@pytest.mark.parametrize("write", [write_array, write_objects, lambda path: path.write_text("x")])
+def test_a_file_of_something_else_is_an_error(write, tmp_path):
+  write(tmp_path / "run")
+  with refused(ValueError, "here", "a file that CompareReport.save wrote", "run'", "again"):
+    load(tmp_path / "run", "here")
+  with pytest.raises(FileNotFoundError):
+    load(tmp_path / "none", "here")

@@ -124,6 +124,20 @@ def test_a_factor_of_the_loss_and_of_its_cotangent_is_a_scale_and_a_weight_is_no
   assert mpjax.find_nonfinite(lambda x, y: x * y)(jnp.ones(3), jnp.float32(16)).loss_scale is None
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_damaged_loss_scale_is_the_argument_at_fault(scale):
+  def step(w, opt_state):
+    return jax.grad(mpjax.scaled(jnp.sum, opt_state))(w)
+
+  w = jnp.ones(2)
+  opt_state = mpjax.loss_scaling(optax.sgd(0.1)).init(w)
+  (label, numbers), *_ = opt_state.loss_scale.items()
+  damaged = opt_state._replace(loss_scale={label: numbers._replace(scale=jnp.float32(scale))})
+  found = mpjax.find_nonfinite(step)(w, damaged)
+  assert (found.operation, found.path) == ("argument", "opt_state/loss_scale/dynamic/scale")
+  assert (found.verdict, found.finite_at) == ("value", None)
+
+
 @pytest.mark.slow
 def test_a_loss_scale_that_was_set_binds_no_shard_map_to_its_device():
   mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -187,6 +201,12 @@ def test_arguments_have_names():
   assert not found({"w": good}, {"net": {"x": 0 * good}}).path  # The tree of a batch is no module.
   check_argument("x", lambda **kwargs: jnp.sum(kwargs["x"]), x=bad)
   check_argument("n", lambda x, n: x * n, jnp.ones(2), np.inf)  # A number is static otherwise.
+
+
+def test_the_element_of_an_argument_is_its_fault_and_no_mask():
+  mask = jnp.asarray([-jnp.inf, 0.0, jnp.nan, jnp.nan])
+  found = mpjax.find_nonfinite(lambda mask, x: jax.nn.softmax(x + mask))(mask, jnp.ones(4))
+  assert (found.operation, found.path, found.index) == ("argument", "mask", (2,))
 
 
 @jax.custom_vjp

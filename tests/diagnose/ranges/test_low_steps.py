@@ -22,6 +22,11 @@ def computing(eqns):
   return [eqn.primitive.name for eqn in eqns if eqn.primitive.name not in passes_on]
 
 
+def of_call(call, fn):
+  program, outputs = call.traced(fn)
+  return programs_of(program, call.arguments(fn), outputs)
+
+
 def low_in(programs):
   steps = (step for step in programs.body.every_step() if step.number in programs.low)
   return computing(step.eqn for step in steps)
@@ -32,7 +37,7 @@ def low_in(programs):
 )
 def test_steps_have_the_precision_that_autocast_gives_them(rows, low):
   args = normal(rows, 8), normal(4, rows, seed=1)
-  assert low_in(programs_of(Call(args, {}), followed)) == low
+  assert low_in(of_call(Call(args, {}), followed)) == low
   run = mpjax.autocast(followed, "mixed_float16", data_argnums=1)
   written = walk(jax.make_jaxpr(run)(*args))
   assert computing(each for each in written if each.outvars[0].aval.dtype == jnp.float16) == low
@@ -44,7 +49,7 @@ def test_a_policy_of_the_function_itself_decides(policy):
   ruled = mpjax.autocast(
     followed, "mixed_bfloat16", rules=[mpjax.Rule(policy, path="**")], data_argnums=1
   )
-  low = low_in(programs_of(Call(args, {}), ruled))
+  low = low_in(of_call(Call(args, {}), ruled))
   assert low == ([] if policy is None else ["dot_general"])
 
 
@@ -56,7 +61,7 @@ def test_a_model_under_a_float32_policy_counts_as_one_without(differentiated):
 
     if differentiated:
       return low_in(programs_of_gradient(call, loss))
-    return low_in(programs_of(call, loss))
+    return low_in(of_call(call, loss))
 
   model = nn.Dense(8)
   call = Call((filled(shapes(model, normal(16, 8))), normal(16, 8)), {})
@@ -75,7 +80,7 @@ def test_what_is_written_in_low_precision_is_in_low_precision():
   def step(w):
     return jax.grad(lambda w: jnp.sum(jax.nn.gelu(w).astype(jnp.float32)))(w)
 
-  programs = programs_of(Call((normal(8, 8).astype("bfloat16"),), {}), step)
+  programs = of_call(Call((normal(8, 8).astype("bfloat16"),), {}), step)
   steps = [*programs.body.every_step()]
   written = {s.number for s in steps if s.eqn.outvars[0].aval.dtype == jnp.bfloat16}
   assert written <= programs.low

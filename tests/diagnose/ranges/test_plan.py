@@ -15,7 +15,12 @@ def planned(fn, *args):
   inputs = [Argument(f"leaf{i}", ("wu"[i],), i == 0, False) for i in range(len(leaves))]
   flat = jax.tree.structure(args)
   call = Call(tuple(leaves), {})
-  programs = programs_of(call, lambda *x: jax.tree.leaves(fn(*jax.tree.unflatten(flat, x))))
+
+  def run(*leaves):
+    return jax.tree.leaves(fn(*jax.tree.unflatten(flat, leaves)))
+
+  program, outputs = call.traced(run)
+  programs = programs_of(program, call.arguments(run), outputs)
   return plan(programs.body, inputs, programs.low, [("w",)] * len(programs.outputs))
 
 

@@ -479,3 +479,14 @@ def test_rows_of_a_step_without_scopes_are_those_of_its_parameters():
   for kind in ("activations", "gradients"):
     assert {g.path for g in report.of(kind)} >= {"mlp/up", "mlp/down"}
   assert {g.path for g in report.of("updates")} == {"params/mlp/up/w", "params/mlp/down/w"}
+
+
+def test_a_function_that_is_no_loss_is_traced_once():
+  traces = []
+
+  def step(x):
+    traces.append(x.shape)
+    return 2 * x
+
+  mpjax.ranges(step)(jnp.ones(2))
+  assert traces == [(2,)]
