@@ -2,7 +2,7 @@
 
   PYTHONPATH=. python benchmarks/sensitivity.py
   PYTHONPATH=. python benchmarks/sensitivity.py --only "Linen MLP" SIREN --dtypes bfloat16
-  PYTHONPATH=. python benchmarks/sensitivity.py --page  # the table of docs/sensitivity.md
+  PYTHONPATH=. python benchmarks/sensitivity.py --page  # the table of docs/sensitivity_measured.md
 
 The programs are those of `hard/`, in which low precision is delicate, and the models those of
 `accuracy_models.py`, which are healthy. Each is the gradient of a loss under a policy. *Measured*
@@ -33,7 +33,7 @@ import mpjax
 from mpjax._diagnose.sensitivity.report import THRESHOLD
 
 OUT = pathlib.Path(__file__).parent / "results" / "sensitivity" / "cpu.json"
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "sensitivity.md"
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "sensitivity_measured.md"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 DTYPES = ("bfloat16", "float16")
 

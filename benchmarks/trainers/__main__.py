@@ -1,7 +1,7 @@
 """Run trainers of other projects in float32, in their own bfloat16, and under policies.
 
   make trainers ARGS="--only tunix brax --variants own_bfloat16 mpjax_bfloat16"
-  make trainers ARGS=--page  # writes the table of docs/trainers.md
+  make trainers ARGS=--page  # writes the tables of docs/trainers.md
 
 Each folder here is a trainer, with a pinned environment of its own. `requirements.txt` lists all of
 its packages. Examples are not in the wheels of their projects, so `source.txt` names an sdist that
@@ -134,35 +134,54 @@ def ratio(results: Mapping[str, Any], figure: str) -> float | None:
   return ours / own if ours is not None and own else None
 
 
-def table(recorded: Mapping[str, Any]) -> str:
-  """Returns a row for each trainer in Markdown: last losses, low shares, bytes and counts."""
-  heading = "trainer, last loss: float32, own bfloat16, mpjax bfloat16, mpjax float16"
-  heading += ", low share (own -> mpjax), leaks, saved bytes, temporaries, same counts, skipped"
-  rows = [heading.split(", ")]
+def table_of_losses(recorded: Mapping[str, Any]) -> str:
+  """Returns a row for each trainer in Markdown: the last loss of each variant."""
+  rows = [["trainer", "float32", "own bfloat16", "mpjax bfloat16", "mpjax float16"]]
   for name, one in recorded.items():
     if "not_run" in one:
-      rows.append([name, one["not_run"].splitlines()[-1], *[""] * (len(rows[0]) - 2)])
+      rows.append(_not_run(name, one, rows[0]))
       continue
-    # `--variants` may have left some out.
-    variants = {v: one["variants"].get(v, {}) for v in VARIANTS}
-    losses = [_cell(variants[v].get("losses", [None])[-1]) for v in VARIANTS]
-    own, ours, half = (variants[v] for v in VARIANTS[1:])
+    losses = [_variant(one, v).get("losses", [None])[-1] for v in VARIANTS]
+    rows.append([name, *map(_cell, losses)])
+  return tables.table(rows)
+
+
+def table_of_programs(recorded: Mapping[str, Any]) -> str:
+  """Returns a row for each trainer in Markdown: low shares, bytes and counts."""
+  heading = "trainer, low share (own -> mpjax), leaks, saved bytes, temporaries, same counts"
+  rows = [[*heading.split(", "), "skipped"]]
+  for name, one in recorded.items():
+    if "not_run" in one:
+      rows.append(_not_run(name, one, rows[0]))
+      continue
+    exact, own, ours, half = (_variant(one, v) for v in VARIANTS)
     shares = f"{_cell(own.get('low_share'), 2)} -> {_cell(ours.get('low_share'), 2)}"
-    ratios = [_cell(ratio(variants, figure), 2) for figure in ("saved_bytes", "temporary_bytes")]
-    base = own if "counts" in own else variants["float32"]
+    results = {"own_bfloat16": own, "mpjax_bfloat16": ours}
+    ratios = [_cell(ratio(results, figure), 2) for figure in ("saved_bytes", "temporary_bytes")]
+    base = own if "counts" in own else exact
     same = "yes" if base.get("counts") == ours.get("counts") else "no"
     same = same if ours else "-"
     leaks = str(len(ours.get("leaks", ())))
-    rows.append([name, *losses, shares, leaks, *ratios, same, str(half.get("skipped"))])
+    rows.append([name, shares, leaks, *ratios, same, str(half.get("skipped"))])
   return tables.table(rows)
 
 
 def write_page(page: pathlib.Path = PAGE) -> None:
-  """Writes the table of the page from the record."""
-  text = tables.replaced(
-    page.read_text(encoding="utf-8"), "trainers", table(measure.read(RECORDED)["trainers"])
-  )
+  """Writes the tables of the page from the record."""
+  recorded = measure.read(RECORDED)["trainers"]
+  text = page.read_text(encoding="utf-8")
+  text = tables.replaced(text, "losses", table_of_losses(recorded))
+  text = tables.replaced(text, "programs", table_of_programs(recorded))
   page.write_text(text, encoding="utf-8")
+
+
+def _variant(one: Mapping[str, Any], variant: str) -> Mapping[str, Any]:
+  # `--variants` may have left some out.
+  return one["variants"].get(variant, {})
+
+
+def _not_run(name: str, one: Mapping[str, Any], heading: Sequence[str]) -> list[str]:
+  return [name, one["not_run"].splitlines()[-1], *[""] * (len(heading) - 2)]
 
 
 def _cell(x: float | None, digits: int = 4) -> str:
@@ -176,7 +195,7 @@ def main(
   out: pathlib.Path = RECORDED,
   console: Console | None = None,
 ) -> dict[str, Any]:
-  """Runs the trainers, writes JSON, prints the table, and returns the results."""
+  """Runs the trainers, writes JSON, prints the tables, and returns the results."""
   console = console or Console()
   results = measure.read(out) if out.exists() else {"trainers": {}}
   results["environment"] = measure.environment()
@@ -206,7 +225,8 @@ def main(
       measure.write(out, results)
   results["trainers"] = dict(sorted(results["trainers"].items()))
   measure.write(out, results)
-  console.print(table(results["trainers"]), soft_wrap=True, highlight=False)
+  for table in (table_of_losses, table_of_programs):
+    console.print(table(results["trainers"]), soft_wrap=True, highlight=False)
   return results
 
 
@@ -216,7 +236,7 @@ if __name__ == "__main__":
   parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
   parser.add_argument("--python", default=sys.executable, help="Python 3.12 for the environments")
   parser.add_argument("--out", type=pathlib.Path, default=RECORDED)
-  parser.add_argument("--page", action="store_true", help="write the table of docs/trainers.md")
+  parser.add_argument("--page", action="store_true", help="write the tables of docs/trainers.md")
   given = parser.parse_args()
   if given.page:
     write_page()
