@@ -214,13 +214,12 @@ def refuse_around_masters(opt_state: OptState, where: str, *, in_container: bool
   parts = jax.tree.leaves(opt_state, is_leaf=lambda x: x is not opt_state)
   kind, got = type(opt_state), ""
   library = kind.__module__.partition(".")[0]
+  is_known = isinstance(opt_state, (list, Mapping, *_KEEPS_UPDATES)) or library == "mpjax"
   if kind in (tuple, collections.OrderedDict):
     # The state of a chain has the states of its transformations in their order.
     followed = any(nodes_of(part, MasterWeightsState) for part, _ in itertools.pairwise(parts))
     got = "one in a chain before another transformation" if followed else ""
-  elif isinstance(opt_state, (list, Mapping, *_KEEPS_UPDATES)) or library == "mpjax":
-    pass
-  elif library == "optax" or not in_container:
+  elif not is_known and (library == "optax" or not in_container):
     got = f"one inside of the state {library}.{kind.__name__}"
   if got:
     raise MpjaxTypeError(
