@@ -72,9 +72,9 @@ def autocast(
 
   `fn` is traced in float32, and its jaxpr is rewritten. This includes the jaxprs of `jit`, `scan`,
   `cond`, `remat`, `custom_vjp` and `shard_map`. Matmuls and convolutions run in the compute dtype
-  of the policy. Exponentials, logarithms, sums and losses run in float32. docs/concepts.md has all
-  rules. Parameters are cast at each use, and their gradients are summed in float32. Results have
-  the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
+  of the policy. Exponentials, logarithms, sums and losses run in float32. docs/dtype_rules.md has
+  all rules. Parameters are cast at each use, and their gradients are summed in float32. Results
+  have the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
   integers, complex numbers, float64 and random keys stay as they are.
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 

@@ -93,7 +93,7 @@ def _causes_of_arithmetic(
   low_inside = _better_low(graph, causes, ())
 
   def is_by_policy(cause: Cause, entry: Operation) -> bool:
-    # A policy keeps the float32 sum of a matmul, and widens some products (docs/concepts.md).
+    # A policy keeps the float32 sum of a matmul, and widens some products (docs/dtype_rules.md).
     is_product = cause.kind in ("matmul", "promotion") or entry.facts.acts_as == "product"
     # It also makes positions of RoPE float32, and a matmul that sums few products of an input.
     return expectations.marked and (is_product or expectations.of(entry).dtype is None)
