@@ -5,8 +5,10 @@
 
 GPUs since Ampere round the operands of float32 matmuls of default precision to 11 significant bits
 (TF32), and TPUs to 8 (one bfloat16 pass). A CPU rounds nothing, so this script rounds the operands
-in the traced gradient, which then has the error of the device. It also gives the share of the FLOPs
-in float32, because these matmuls are slower. `hard_programs.py` has the programs.
+in the traced gradient, which then has the error of the device. It does so under the policy, which
+asks for the highest precision in matmuls that it keeps in float32, and under the same policy with
+`precision="default"`. The script also gives the share of the FLOPs in float32, because these
+matmuls are slower. `hard_programs.py` has the programs.
 """
 
 import argparse
@@ -38,6 +40,8 @@ BITS = {"TPU": 8, "TF32": 11}
 """The significant bits of the operands of a float32 matmul of default precision, by device."""
 
 DTYPE = "bfloat16"
+DEFAULT = "default precision"
+COLUMNS = (*BITS, *(f"{device}, {DEFAULT}" for device in BITS))
 
 
 def rounded(fun: Callable[..., Any], bits: int) -> Callable[..., Any]:
@@ -80,11 +84,12 @@ def _rewritten(program: Any, bits: int) -> Any:
 
 
 def measured(name: str, seeds: int) -> dict[str, Any]:
-  """Returns the errors of a program on a CPU and each device, and the float32 share of FLOPs."""
+  """Returns the errors of a program on each device, and the float32 share of its FLOPs."""
   program = PROGRAMS[name]
   draws = hard_programs.drawn(program, seeds)
   true = hard_programs.reference(program, draws)
   gradient = hard_programs.gradient_of(program, "policy", DTYPE)
+  unprotected = hard_programs.gradient_of(program, "default precision", DTYPE)
 
   def error(fun: Callable[..., Any]) -> float:
     run = programs.jitted(fun)
@@ -98,6 +103,7 @@ def measured(name: str, seeds: int) -> dict[str, Any]:
   wide = sum(n for (_, dtype), n in flops.items() if dtype == "float32")
   found = {"CPU": error(gradient)}
   found |= {device: error(rounded(gradient, bits)) for device, bits in BITS.items()}
+  found |= {f"{device}, {DEFAULT}": error(rounded(unprotected, BITS[device])) for device in BITS}
   return {"errors": found, "float32 share": wide / max(sum(flops.values()), 1)}
 
 
@@ -123,24 +129,24 @@ def main(
   return results
 
 
-def ratios(results: dict[str, Any], device: str) -> list[float]:
-  """Returns the error on a device over that of a CPU, for each program."""
+def ratios(results: dict[str, Any], column: str) -> list[float]:
+  """Returns the errors of a column over those of a CPU, for each program."""
   errors = (program["errors"] for program in results["programs"].values())
-  return [each[device] / each["CPU"] for each in errors]
+  return [each[column] / each["CPU"] for each in errors]
 
 
 def show(results: dict[str, Any], console: Console) -> None:
   """Prints a row for each program, and the means."""
   table = Table(title=f"Gradient errors under mixed_{DTYPE}", box=box.SIMPLE)
   table.add_column("program", no_wrap=True)
-  for heading in ("CPU", *(f"{device} / CPU" for device in BITS), "float32 FLOPs"):
+  for heading in ("CPU", *(f"{column} / CPU" for column in COLUMNS), "float32 FLOPs"):
     table.add_column(heading, justify="right")
   for name, program in results["programs"].items():
     errors = program["errors"]
-    shares = (f"{errors[device] / errors['CPU']:.3f}" for device in BITS)
+    shares = (f"{errors[column] / errors['CPU']:.3f}" for column in COLUMNS)
     table.add_row(name, f"{errors['CPU']:.1e}", *shares, f"{program['float32 share']:.1%}")
   table.add_section()
-  means = (f"{geometric_mean(ratios(results, device)):.3f}" for device in BITS)
+  means = (f"{geometric_mean(ratios(results, column)):.3f}" for column in COLUMNS)
   table.add_row("geometric mean", "", *means, "")
   console.print(table)
 

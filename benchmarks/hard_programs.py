@@ -64,10 +64,16 @@ def drawn(program: Program, seeds: int) -> list[Draw]:
 
 
 def loss_of(program: Program, way: str, dtype: str) -> Callable[[Any, Any], Any]:
-  """Return `(parameters, inputs) -> loss` for one of the ways, "float32" or "float64"."""
+  """Return `(parameters, inputs) -> loss` for one of the ways, "float32" or "float64".
+
+  "default precision" is the policy without the highest precision of its float32 matmuls.
+  """
   module: Any = program.module(PLAIN)
   if way == "policy":
     module = mpjax.with_policy(module, f"mixed_{dtype}")
+  if way == "default precision":
+    policy = mpjax.Policy.parse(f"mixed_{dtype}")
+    module = mpjax.with_policy(module, f"{policy},precision=default")
   if way == "by hand":
     module = program.module(Style(jnp.dtype(dtype)))
 
