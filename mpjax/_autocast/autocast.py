@@ -74,8 +74,8 @@ def autocast(
   `cond`, `remat`, `custom_vjp` and `shard_map`. Matmuls and convolutions run in the compute dtype
   of the policy. Exponentials, logarithms, sums and losses run in float32. docs/dtype_rules.md has
   all rules. Parameters are cast at each use, and their gradients are summed in float32. Results
-  have the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, `precision="highest"`,
-  integers, complex numbers, float64 and random keys stay as they are.
+  have the dtypes that `fn` gives them. Casts in `fn` to float16 and bfloat16, integers, complex
+  numbers, float64, random keys and `precision="highest"` stay as they are.
   `jax.value_and_grad(mpjax.autocast(loss_fn))` is the usual order.
 
   Args:
