@@ -83,6 +83,7 @@ def test_type_checkers_and_python_import_the_same_names():
   assert said == {(name, mpjax._HOMES[name]) for name in lazy}
 
 
+@pytest.mark.slow
 def test_a_step_compiled_before_names_are_used_is_not_compiled_again():
   # JAX would compile it again if a name created a user context.
   done = run(

@@ -40,6 +40,7 @@ def test_a_short_program_is_written_out_and_a_long_one_is_one_call():
   assert {p.dtypes for p in programs.products(program)} == {("bfloat16", "bfloat16")}
 
 
+@pytest.mark.slow
 def test_a_gradient_outside_of_jit_on_an_explicit_mesh_of_one_device():
   kind = jax.sharding.AxisType.Explicit
   mesh = jax.make_mesh((1,), ("data",), (kind,), devices=jax.devices()[:1])

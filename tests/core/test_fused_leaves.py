@@ -127,6 +127,7 @@ def test_a_sum_of_squares_is_numpys(both):
   np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("members", [None, 3])
 def test_a_step_keeps_or_moves_the_same_bits(members, monkeypatch):

@@ -310,6 +310,7 @@ def variables():
   return FP8.init(jax.random.key(0), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_float8_statistics_are_not_given_to_the_optimizer(name):
   # Adam moved them by a learning rate, in place of taking them over.

@@ -121,6 +121,7 @@ def test_norms_reduce_in_float32_and_use_what_they_store_unrounded():
 # Cells
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_cell_over_time_before_it_runs():
   # To tell the dtypes of caches modules are called in half there, and a loop starts in float32.
   class Model(nn.Module):

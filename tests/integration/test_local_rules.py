@@ -111,6 +111,7 @@ def wide_inside(found: dataflow.Flow) -> list[dataflow.Value]:
   ]
 
 
+@pytest.mark.slow
 @POLICIES
 @given(pair=rp.extensions())
 def test_a_matmul_returns_float32_for_an_output_alone(policy, pair):
@@ -214,6 +215,7 @@ def closing(program: rp.Program, policy: str, names: tuple[str, ...] = rp.PARAME
   return fun
 
 
+@pytest.mark.slow
 @POLICIES
 @given(program=rp.programs())
 def test_closing_over_a_traced_parameter_changes_no_bit(policy, program):
@@ -221,6 +223,7 @@ def test_closing_over_a_traced_parameter_changes_no_bit(policy, program):
   assert computed(closing(program, policy), rp.DATA, rp.PARAMS) == passed
 
 
+@pytest.mark.slow
 @POLICIES
 @given(program=rp.programs())
 def test_closing_over_a_concrete_parameter_changes_no_bit(policy, program):

@@ -222,6 +222,7 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 BY_ROWS, BY_COLUMNS = jax.P("data"), jax.P(None, "data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "spec", "mapped"),
   [(EXPLICIT, BY_COLUMNS, {}), (AUTO, BY_ROWS, {"check_vma": True})],

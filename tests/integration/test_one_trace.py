@@ -56,6 +56,7 @@ DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64]
 NAMES = ("adafactor", "adam", "lion", "novograd", "rmsprop", "sm3")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_optimizer_changes_a_dtype(set_flag, name):

@@ -172,6 +172,7 @@ def sign_grad(module, x):
   return nn.Dense(8, name="last")(signs(nn.Dense(8, name="sign"), x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["wrapper", "scope", "scope around jit"])
 def test_a_custom_backward_of_linen_runs_as_its_forward_did(way):
   # Also when it is traced after the scope was left, or inside another one.
@@ -363,6 +364,7 @@ class HoldsJaxpr(nnx.Module):
 X32 = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(32, 32)
 
 
+@pytest.mark.slow
 def test_a_held_jaxpr_is_rewritten_for_each_reader():
   # JAX traces nothing again in a model that holds a jaxpr, so the rewriter is asked for it again.
   policy = mpjax.Policy(compute_dtype="bfloat16", matmul=mpjax.Float8(skip=()))

@@ -118,6 +118,7 @@ def by_orbax(state, target, tmp_path):
     return checkpointer.restore(tmp_path / "state", target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [by_flax, by_orbax])
 def test_only_a_state_of_the_same_configuration_restores(through, tmp_path):
   # Whatever its start; also one without a scale.
@@ -291,6 +292,7 @@ def test_masters_are_what_is_saved_in_float32(checkpoints):
   assert bits(found) == bits(weights(trained("bfloat16")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("old", "new"),
   [

@@ -122,6 +122,7 @@ def mapped_step(devices, stored, compute, check_vma, **options):
   return step, state, lambda batch: rig.place(mesh, batch, jax.P("data"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*stored in low precision")
 def test_averages_are_float32_whatever_is_stored_and_computed(eight_devices):
   violations = []

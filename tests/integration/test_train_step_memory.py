@@ -107,6 +107,7 @@ def test_a_step_holds_its_state_and_one_more_gradient(name):
   assert found.temp_size_in_bytes <= limit
 
 
+@pytest.mark.slow
 def test_check_updates_takes_three_bytes_for_each_number_of_one_layer():
   # One for the update, and one for each moment. The arrays are looked at layer by layer before the
   # decision, and computed again to be applied.

@@ -295,6 +295,7 @@ def step_nnx(model, optimizer):
   optimizer.update(model, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("form", "through"),
   # Flax cannot write an `nnx.State` as msgpack.

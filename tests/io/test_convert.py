@@ -61,6 +61,7 @@ HEAD = {"head/kernel", "head/bias"}
 KERNELS = {"head/kernel", "encoder/attention/query/kernel"}
 
 
+@pytest.mark.slow
 @BOTH
 def test_all_but_norms_are_rounded_to_the_compute_dtype(half):
   before = params()

@@ -132,6 +132,7 @@ def pure(objects):
   return nnx.to_pure_dict(nnx.state(objects))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [nnx.state, pure])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_masters_of_nnx_cross_without_their_classes(storage, form):

@@ -268,6 +268,7 @@ def test_an_initialiser_that_asks_for_half_gets_it():
   assert bits(found) == bits(jax.tree.map(lambda p: p.astype("float32"), plain))
 
 
+@pytest.mark.slow
 def test_complex_and_integer_parameters_are_never_cast():
   seen = set()
 

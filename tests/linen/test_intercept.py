@@ -149,6 +149,7 @@ def test_setup_sees_a_float32_dtype_field():
 # Mixed and integer inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALF)
 def test_inputs_and_parameters_of_any_dtype_give_what_dtype_by_hand_gives(half):
   floats = ("float32", "bfloat16", "float16")
@@ -460,6 +461,7 @@ def test_an_all_float32_policy_changes_no_program(name):
 # NNX modules that pass through a Linen method
 
 
+@pytest.mark.slow
 def test_a_model_of_nnx_inside_linen_stores_and_trains_in_float32():
   model = nnx.bridge.to_linen(nnx.Linear, 8, 4)
   policied, plain = with_policy(model, "mixed_bfloat16"), model.init(KEY, X)

@@ -57,6 +57,7 @@ def other(path):
   return [every(), Rule("float16", path=path)]
 
 
+@pytest.mark.slow
 def test_a_scope_serves_code_that_never_shows_its_apply():
   def fun(module, x):
     note(module, module.encode(x))

@@ -84,6 +84,7 @@ def test_every_way_to_initialise_agrees():
   assert bits(variables) == bits(jax.tree.map(lambda p: p.astype(BF16), looks.init(KEY, X)))
 
 
+@pytest.mark.slow
 def test_a_second_init_with_output_compiles_nothing():
   normed = Does(lambda module, x: nn.LayerNorm()(nn.Dense(4)(x)))
   model = with_policy(normed, "mixed_bfloat16", [Rule("float32", path="LayerNorm_0")])

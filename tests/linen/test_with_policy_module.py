@@ -92,6 +92,7 @@ def test_what_only_half_is_made_of_is_stored_in_half(variables):
   assert after < before
 
 
+@pytest.mark.slow
 def test_a_float32_rule_counts_also_for_what_is_shared(variables):
   def found(*rules):
     model = with_policy(Tagger(), "mixed_bfloat16", rules)
@@ -239,6 +240,7 @@ MAY_MATCH = [
 ]
 
 
+@pytest.mark.slow
 def test_no_rule_is_warned_of_that_may_pick_out_a_module():
   x, variables = parts()
   typo = Rule(None, path="typo")
@@ -656,6 +658,7 @@ def test_the_constructor_of_the_user_runs_as_often_as_without_a_policy():
   assert jax.eval_shape(again.init, key, X) == jax.eval_shape(plain.init, key, X)
 
 
+@pytest.mark.slow
 def test_a_bound_model_is_copied_and_initialised():
   model = low(Outer(Two()), rules=[Rule("float16", path="held/first")])
   variables = model.init(jax.random.key(0), X)

@@ -41,6 +41,7 @@ def test_a_result_is_that_of_float64(quantise):
   np.testing.assert_array_equal(found, block_dot(left, right, FLOAT32))
 
 
+@pytest.mark.slow
 @quantisers
 def test_dequantised_operands_are_exact(quantise):
   scaled = quantise(normal(0, (2, 128, 256)))

@@ -88,6 +88,7 @@ def test_gradients_are_e5m2_and_all_other_operands_e4m3(role, scaling, scales):
 # Matmuls.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_results_before_scaling_are_no_result_of_float16(half):
   # 448 * 448 * 64 is above what float16 holds; scaled, the result is 1.

@@ -87,6 +87,7 @@ def test_what_is_not_a_number_stays():
 # Random bits.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_bits_depend_on_every_element_the_seed_and_the_stream(dtype):
   x = jnp.asarray(normal(0, (64, 128)), dtype)
@@ -193,6 +194,7 @@ def test_a_product_of_transformed_operands_is_the_product():
   np.testing.assert_allclose(found, x.astype(np.float64) @ w, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_inverse_restores_an_array():
   x = jnp.asarray(normal(0, (3, 32, 2)))
   restored = hadamard(hadamard(x, 1, 5), 1, 5, inverse=True)

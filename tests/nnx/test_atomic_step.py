@@ -144,6 +144,7 @@ def test_all_updates_of_a_step_are_applied_or_none():
   assert numbers(*ours) == numbers(*plain)
 
 
+@pytest.mark.slow
 def test_without_a_scale():
   where = "mpjax.nnx.atomic_step(step)"
   for other in (GOOD, mpjax.loss_scaling(ADAM).init(GOOD)):  # A state in no variables is returned.
@@ -161,6 +162,7 @@ def test_without_a_scale():
   assert numbers(model, optimizer) == before
 
 
+@pytest.mark.slow
 def test_it_needs_no_more_memory():
   # The moments are kept by the update itself: a second choice would keep the old ones beside.
   model, optimizer = training()
@@ -270,6 +272,7 @@ def test_a_dict_that_is_changed_in_place_is_put_back(wrap):
   check_that_a_skip_leaves_nothing(write, lambda: holding({"a": jnp.zeros(2)}), wrap)
 
 
+@pytest.mark.slow
 @WRAPS
 @pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
 @pytest.mark.parametrize("hook", ["on_get_value", "on_set_value"])

@@ -76,6 +76,7 @@ def test_a_mode_of_the_model_alone_is_an_error_also_if_that_of_the_view_was_set_
       each(X)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_view_is_a_model_of_its_own():
   model = drops()
   view = with_policy(model, "mixed_bfloat16")

@@ -165,6 +165,7 @@ def test_right_steps_pass(kind):
   check(*RIGHT[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["float32", "split"])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_a_parameter_stays_its_rounded_master(dtype, storage):
@@ -261,6 +262,7 @@ def test_a_loss_that_is_not_scaled_beside_one_in_float16():
   mpjax.check_loss_scaling(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("names", "how"),
   [("cg", None), ("gg", NOT_SCALED.format("c:dynamic", ".*opt_state, name='c'.*"))],
@@ -394,6 +396,7 @@ def test_all_that_a_skipped_step_changes_is_listed_statistics_first():
     mpjax.check_loss_scaling(forgetful)(PARAMS, rest, tx.init(PARAMS), BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("batch", ["floats", "integers"])
 def test_a_step_that_skips_without_a_scale_is_checked_with_numbers_that_are_nan(batch, guarded):
@@ -824,6 +827,7 @@ def test_of_two_optimizers_the_wrong_one_is_found(kind, names, how):
     mpjax.check_loss_scaling(step)(dict.fromkeys("ab", PARAMS), opt_states, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize(
   ("way", "returned", "how"),

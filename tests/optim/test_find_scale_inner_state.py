@@ -28,6 +28,7 @@ def train(tx, params):
   return params, opt_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "tx",
   {

@@ -161,6 +161,7 @@ def random_configs(rng, n):
   }
 
 
+@pytest.mark.slow
 def test_scale_and_counters_equal_the_oracle_on_random_sequences():
   # The limits of a fifth of them are the smallest and the largest scale that there are.
   n, steps = 2_000, 200

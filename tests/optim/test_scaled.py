@@ -127,6 +127,7 @@ def test_the_scale_cancels(scale):
   close(jax.grad(mpjax.scaled(mlp, scale))(PARAMS, X), jax.grad(mlp)(PARAMS, X))
 
 
+@pytest.mark.slow
 def test_gradients_that_float16_rounds_to_zero():
   def fun(params, x):
     low = {name: p.astype(jnp.float16) for name, p in params.items()}
@@ -612,6 +613,7 @@ def test_a_loss_that_closes_over_a_differentiated_model(jit):
   close(of(at_scale), of(plain))
 
 
+@pytest.mark.slow
 def test_variables_that_the_loss_does_not_write_hold_the_same_arrays():
   same = []
 
@@ -854,6 +856,7 @@ def test_the_float32_view_that_the_error_names():
   assert_bit_equal(grads["w"], jnp.full(2, 2.0**-26))
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_need_no_view():
   params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
   x = X.astype(jnp.bfloat16)

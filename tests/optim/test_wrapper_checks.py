@@ -200,6 +200,7 @@ SAM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("scale", [GROWING, mpjax.NoLossScale()])
 @pytest.mark.parametrize("around", SAM)

@@ -77,6 +77,7 @@ class Normed(nnx.Module):
     return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_argument", [False, True])
 def test_what_nnx_modules_among_the_arguments_write_stays(as_argument):
   class Given(Normed):

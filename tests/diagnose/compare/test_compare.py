@@ -238,6 +238,7 @@ def test_a_gradient_that_is_a_sum_of_0_is_no_fault(x):
   assert report.results["result/norm/bias"] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_planted_rounding_is_found_in_two_models_in_half_precision(x, policy):
   # The error is less than 10 times the spacing of either dtype.

@@ -203,6 +203,7 @@ def test_arguments_have_names():
   check_argument("n", lambda x, n: x * n, jnp.ones(2), np.inf)  # A number is static otherwise.
 
 
+@pytest.mark.slow
 def test_the_element_of_an_argument_is_its_fault_and_no_mask():
   mask = jnp.asarray([-jnp.inf, 0.0, jnp.nan, jnp.nan])
   found = mpjax.find_nonfinite(lambda mask, x: jax.nn.softmax(x + mask))(mask, jnp.ones(4))
@@ -331,6 +332,7 @@ class LooksNnx(nnx.Module):
     return self.last(self.table(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_the_cure_of_a_layer_whose_result_overflows_is_a_rule_for_it(framework):
   ids = jnp.arange(2)

@@ -404,6 +404,7 @@ def test_the_running_sum_of_an_accumulation_is_no_update(accumulate):
   assert cured.lost_updates == 0
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("size", "scale", "proposed"), [(1e3, 2.0**15, 16), (1.0, 2.0**24, 2**13)])
 def test_the_scale_that_is_proposed_after_an_overflow_ends_the_skips(size, scale, proposed):

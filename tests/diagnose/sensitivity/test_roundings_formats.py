@@ -99,6 +99,7 @@ def test_a_healthy_model_needs_no_cure(kind, format):
   assert max(row.amplification for row in report.roundings) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "wanted"),
   {

@@ -269,6 +269,7 @@ class NNXNet(nnx.Module):
     return self.head(nnx.gelu(self.up(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_arguments_may_be_passed_by_name(policy):
   def of_product(w, *, x):
@@ -309,6 +310,7 @@ def test_a_step_that_writes_to_a_model_has_errors_of_its_update():
   assert 0.5 < report.predicted / report.measured < 2
 
 
+@pytest.mark.slow
 def test_averages_of_a_step_hide_no_error_of_its_parameters():
   def step(params, average, x):
     @mpjax.autocast
@@ -330,6 +332,7 @@ def test_averages_of_a_step_hide_no_error_of_its_parameters():
   np.testing.assert_allclose(update, params - 1e-3 * exact, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_text_json_and_html():
   report = mpjax.sensitivity(loss)(PARAMS, X)
   text = str(report)

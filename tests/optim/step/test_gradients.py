@@ -206,6 +206,7 @@ def carried_state(params, model_state, batch, rng):
   return jnp.mean(out.astype(jnp.float32) ** 2), (mean, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [first_state, carried_state])
 def test_what_runs_with_a_static_scale_in_a_shard_map_runs_with_a_dynamic_one(loss_fn, devices):
   mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=devices)

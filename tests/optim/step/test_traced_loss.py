@@ -183,6 +183,7 @@ def test_a_key_that_is_wanted_and_not_there(micro_batches):
     assert note.endswith("without model_state= and rng=.")
 
 
+@pytest.mark.slow
 def test_values_can_be_looked_at_where_jit_is_off():
   seen = []
 

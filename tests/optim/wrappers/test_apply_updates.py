@@ -179,6 +179,7 @@ def test_float8_parameters_are_rounded_to_a_neighbour_and_right_on_average(dtype
   np.testing.assert_array_equal(np.asarray(found).astype(np.float32), stays)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_on_the_same_random_bits():
   # To the bit, so that the result is ever one of the two neighbours. Each leaf has bits of its own,
   # by its number in the tree; keys may be typed or raw.
