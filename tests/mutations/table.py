@@ -365,6 +365,16 @@ mpjax/_optim/wrapper_checks.py::refuse_around_masters
 + ""
 tests/optim/wrappers/test_master_weights.py::test_a_change_of_updates_that_masters_would_not_follow_is_an_error
 
+39c a wrapper of a user around the masters is accepted, and what it does to updates is ignored
+- library == "optax" or not in_container
++ library == "optax"
+tests/optim/wrappers/test_master_weights.py::test_a_change_of_updates_that_masters_would_not_follow_is_an_error
+
+39d a state of training that holds masters is taken for a wrapper of them
+- library == "optax" or not in_container
++ True
+tests/optim/wrappers/test_master_weights.py::test_a_state_of_training_may_hold_masters
+
 mpjax/_core/leaves.py::misfit
 
 40a a checkpoint is cast to the dtypes of the target unasked
