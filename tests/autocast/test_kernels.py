@@ -228,6 +228,15 @@ def test_low_precision_in_modules_takes_the_dtype_of_their_policy():
     assert kernel_dtypes(low.apply, variables, X) == [{dtype}]
 
 
+def test_low_precision_in_a_module_takes_the_dtype_of_its_rule():
+  model = nn.Sequential([WithKernel()])
+  variables = model.init(jax.random.key(0), X)
+  for policy, dtype in (("mixed_float16", "float16"), ("float32", "float32")):
+    rules = [mpjax.Rule(policy, path="layers_0")]
+    low = mpjax.with_policy(model, "mixed_bfloat16", rules)
+    assert kernel_dtypes(low.apply, variables, X) == [{dtype}]
+
+
 def noting(seen):
   # Returns a function with derivative rules that note in which dtype they compute.
   note = mpjax.low_precision(lambda x: (seen.append(x.dtype.name), x)[1])

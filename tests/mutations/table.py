@@ -928,10 +928,10 @@ mpjax/_autocast/kernels.py::low_precision
 
 mpjax/_autocast/kernels.py::_low_dtype
 
-119 low_precision in a module takes the dtype of no policy
+119 low_precision in a module takes the dtype of the model, and not that of a rule
 - state is not None and (state.outside_policies or state.region is not None)
 + False
-::test_low_precision_in_modules_takes_the_dtype_of_their_policy
+::test_low_precision_in_a_module_takes_the_dtype_of_its_rule
 
 mpjax/_autocast/module_calls.py::ModuleCall.run
 
