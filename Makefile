@@ -156,9 +156,10 @@ $(JAXAMP)/.installed: $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
 
-# The compilers for CUDA (0.5 GB) and for TPUs are installed beside the newest JAX that this Python gets.
+# The compilers for CUDA (0.5 GB) and for TPUs are installed beside the oldest JAX. What XLA fuses, and
+# so each bound of a test, belongs to one version of it.
 $(COMPILERS)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(COMPILERS)
+	@python=$$(.ci/find-python $(OLDEST)) && $$python -m venv $(COMPILERS)
 	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'jax[tpu]' || { \
 	  echo "make gpu-hlo and make tpu-hlo need libtpu, which pip did not get." >&2; exit 1; }
 	@version=$$($(COMPILERS)/bin/python -c 'import jax; print(jax.__version__)'); \
