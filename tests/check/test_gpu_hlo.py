@@ -181,7 +181,12 @@ def test_without_a_compiler_it_says_what_to_install(gpu_hlo, tpu_hlo, monkeypatc
 
 
 def versions(gpu_hlo, device, case, half, *names):
-  found = gpu_hlo.aot.steps(case, half)
+  """Returns the figures and HLO of versions of `aot.steps`, and of "policy, w=half"."""
+  # In float16 the weight gradients of matmuls are float32 under a policy, and in half by hand.
+  policy = f"params=float32,compute={half},output=float32,weight_grad={half}"
+  apply = mpjax.with_policy(case.make(), policy).apply
+  step = functools.partial(gpu_hlo.aot.training_steps.plain_step, apply)
+  found = gpu_hlo.aot.steps(case, half) | {"policy, w=half": (step, gpu_hlo.aot.state_of(case))}
   return gpu_hlo.aot.compiled_versions(found, names, case, device, gpu_hlo.OPTIONS)
 
 
@@ -191,7 +196,8 @@ def versions(gpu_hlo, device, case, half, *names):
 def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
   # With exact sums by hand: the same kernels and memory, and not one sum in half.
   case = gpu_hlo.aot.shallower(gpu_hlo.SIZES["cpu"][model], 1)
-  (by_hand, _), (policy, program) = versions(gpu_hlo, h200, case, half, "by hand, exact", "policy")
+  names = "by hand, exact", "policy, w=half"
+  (by_hand, _), (policy, program) = versions(gpu_hlo, h200, case, half, *names)
   short = {"float16": "f16", "bfloat16": "bf16"}[half]
   assert (policy["products"].keys(), policy["conditionals"]) == ({short}, 0)
   if model == "lstm":
@@ -210,6 +216,28 @@ def test_a_policy_is_by_hand_on_an_h200(gpu_hlo, h200, model, half):
   sums = [x for each in parts for x in each.values() if x.opcode == "reduce"]
   assert sums
   assert not [x.source for x in sums if gpu_hlo.hlo.dtype(x.type) == short]
+
+
+WEIGHT_GRADS = {
+  "mlp": (0, 1.02),
+  "resnet": (0, 1.001),
+  "gpt": (0, 1.01),
+  "lstm": (7, 1.05),
+}
+"""Upper bounds of what float32 weight gradients cost under a float16 policy: additional kernels,
+and the ratio of bytes."""
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("model", WEIGHT_GRADS)
+def test_float32_weight_gradients_of_float16_cost_few_bytes_on_an_h200(gpu_hlo, h200, model):
+  case = gpu_hlo.aot.shallower(gpu_hlo.SIZES["cpu"][model], 1)
+  names = "policy, w=half", "policy"
+  (low, _), (policy, _) = versions(gpu_hlo, h200, case, "float16", *names)
+  kernels, ratio = WEIGHT_GRADS[model]
+  assert policy["products"] == low["products"]
+  assert policy["kernels"] <= low["kernels"] + kernels
+  assert policy["bytes"] <= ratio * low["bytes"]
 
 
 QUICK = {
