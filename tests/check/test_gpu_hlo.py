@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 import mpjax
+from mpjax._diagnose.call import compiled_as_written
 from tests import programs
 from tests.scripts import BENCHMARKS, benchmark
 
@@ -367,3 +368,17 @@ def test_float32_matmuls_of_a_policy_are_not_tf32_on_an_h200(gpu_hlo, h200):
   program = gpu_hlo.hlo.parse(compiled.as_text())
   assert program.products(highest=True) == {"f32": program.products()["f32"]}
   assert program.products().keys() == {"f32", "bf16"}
+
+
+@pytest.mark.gpu_compiler
+def test_diagnostics_round_at_each_cast_on_an_h200(gpu_hlo, h200):
+  # XLA for CPUs keeps a cast and back anyway; for GPUs it leaves both out unless it is told not to.
+  def there_and_back(x):
+    return x.astype(jnp.float16).astype(jnp.float32)
+
+  args = gpu_hlo.aot.placed((jnp.ones(128),), SingleDeviceSharding(h200))
+  casts = [
+    gpu_hlo.hlo.parse(fn.lower(*args).compile().as_text()).count("convert")
+    for fn in (jax.jit(there_and_back), compiled_as_written(there_and_back))
+  ]
+  assert casts == [0, 2]

@@ -984,13 +984,6 @@ mpjax/_jaxpr/compat.py::with_equations
 + False
 tests/jaxpr/test_compat.py::test_a_jaxpr_with_an_object_is_high
 
-mpjax/_diagnose/call.py::compiled_as_written
-
-128 XLA leaves out roundings, which diagnostics are about
-- {"xla_allow_excess_precision": False}
-+ {}
-::test_in_a_compiled_program_a_cast_and_back_rounds
-
 mpjax/_diagnose/compare/run.py::record
 
 129 functions lose the derivatives of their own when they are compared
