@@ -16,6 +16,10 @@ FREE = frozenset(
 )
 """Operations that no kernel is launched for."""
 
+COLLECTIVES = frozenset(
+  ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+)
+
 PRODUCTS = frozenset(("dot", "convolution", "scaled-dot", "ragged-dot"))
 RAGGED_KERNEL = re.compile("ragged-dot-(?!metadata)")
 """Names of XLA's kernels for `ragged_dot` on TPUs: their last two operands are multiplied."""
@@ -33,6 +37,7 @@ _RESULT = re.compile(r"\b\w+\[[\d,<=]*\](?:\{[^{}]*\})?")
 _ON_CHIP = re.compile(r"\w+\[[\d,<=]*\]\{[^{}]*S\([1-9]\d*\)\}$")
 _LAUNCHES = re.compile(r"(?:body|to_apply|branch_computations)=\{?%([\w.-]+)")
 _CALLERS = frozenset(("while", "call", "conditional"))
+_CALLS = re.compile(r"calls=%([\w.-]+)")
 _HIGHEST = re.compile(r'operand_precision(=\{highest,highest|":\["HIGHEST","HIGHEST)')
 _OPERAND = re.compile(r"%([\w.-]+)")
 _BITS = re.compile(r"[a-z]+(\d+)")
@@ -152,6 +157,32 @@ class Module:
         again = self._trips(each) if each.opcode == "while" else 1
         todo += [(inner, times * again) for inner in _LAUNCHES.findall(each.attributes)]
     return found
+
+  def collectives(self) -> dict[str, tuple[int, int]]:
+    """Returns how often each collective runs, and the bytes that it returns on one chip.
+
+    The keys are its name and its dtype as JAX calls it: "all-reduce float32". XLA joins small
+    collectives of several dtypes in one, which counts in each.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name, times in self.repeats().items():
+      for each in self._with_called(self.computations[name]):
+        # An asynchronous collective has a "-start" and a "-done". Only the first counts.
+        operation = each.opcode.removesuffix("-start")
+        kinds = collections.Counter[str]()
+        for x in _results(each) if operation in COLLECTIVES else ():
+          kinds[_name_in_jax(dtype(x))] += type_bytes(x)
+        for kind, nbytes in kinds.items():
+          runs, sent = found.get(key := f"{operation} {kind}", (0, 0))
+          found[key] = runs + times, sent + times * nbytes
+    return found
+
+  def _with_called(self, home: Computation) -> Iterator[Instruction]:
+    """Yields instructions, and those of the fusions and asynchronous calls among them."""
+    for each in home.values():
+      yield each
+      for name in _CALLS.findall(each.attributes):
+        yield from self._with_called(self.computations[name])
 
   def _trips(self, loop: Instruction) -> int:
     known = _attribute(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
@@ -304,6 +335,15 @@ def dtype(text: str) -> str:
   """Returns the dtype of an array type, of the first array in a tuple."""
   found = _ARRAY.search(text)
   return found[1] if found else text
+
+
+_KINDS = {"pred": "bool", "bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
+
+
+def _name_in_jax(kind: str) -> str:
+  """Returns the name that JAX has for a dtype of HLO: "float8_e4m3fn" for "f8e4m3fn"."""
+  name, bits, form = re.fullmatch(r"([a-z]+)(\d*)(\w*)", kind).groups()
+  return _KINDS.get(name, name) + bits + (f"_{form}" if form else "")
 
 
 _INDEX = re.compile(r"_\d+")

@@ -6,9 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 import mpjax
+from tests.programs import mesh_of
 from tests.scripts import benchmark
 
 pytestmark = pytest.mark.standard_promotion("dtypes")
@@ -21,6 +22,27 @@ ENTRY %main (x: bf16[16]) -> bf16[64] {
   %near = bf16[16]{0:T(256)S(1)} copy-done(%copy)
   %start = (bf16[16]{0:T(256)}, bf16[64]{0:T(256)}) all-gather-start(%near), dimensions={0}
   ROOT %all = bf16[64]{0:T(256)} all-gather-done(%start)
+}
+"""
+
+# What a loop counts to is in its condition, and what is sent is in a fusion. A start has operands
+# before results.
+LOOP = r"""HloModule jit_g, is_scheduled=true
+%condition (state: (s32[], bf16[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(24)
+  ROOT %less = pred[]{:T(128)} compare(%count, %limit), direction=LT
+}
+%inside (x: bf16[8]) -> bf16[16] {
+  %start = (bf16[8]{0:T(256)}, bf16[16]{0:T(256)}) all-gather-start(%x)
+  ROOT %all = bf16[16]{0:T(256)} all-gather-done(%start)
+}
+%body (state: (s32[], bf16[8])) -> (s32[], bf16[8]) {
+  %fusion = bf16[16]{0:T(256)} fusion(%x), kind=kCustom, calls=%inside
+  ROOT %next = (s32[], bf16[8]) tuple(%count, %x)
+}
+ENTRY %main (x: bf16[8]) -> bf16[8] {
+  %both = (f8e4m3fn[4,2]{1,0}, f32[3]{0}, f32[]) all-reduce(%a, %b, %c), to_apply=%add
+  ROOT %loop = (s32[], bf16[8]) while(%tuple), condition=%condition, body=%body
 }
 """
 
@@ -57,6 +79,27 @@ def test_a_loop_counts_as_often_as_it_repeats_and_reads_slices(hlo):
   # A list of kernels has those of one iteration.
   assert len(list(one.kernels())) == len(list(two.kernels()))
   assert (two.count("while"), two.count("conditional")) == (1, 0)
+
+
+def test_collectives_are_counted_as_often_as_they_run(hlo):
+  assert hlo.parse(LOOP).collectives() == {
+    "all-reduce float8_e4m3fn": (1, 8),
+    "all-reduce float32": (1, 16),
+    "all-gather bfloat16": (24, 24 * 32),
+  }
+
+
+def test_bytes_of_collectives_are_those_of_one_device(hlo, devices):
+  def fn(x):
+    add = lambda total, row: (total + jax.lax.psum(row, "data"), None)  # noqa: E731
+    return jax.lax.scan(add, jnp.zeros(5), x)[0]
+
+  spec = PartitionSpec(None, "data")
+  mapped = jax.shard_map(
+    fn, mesh=mesh_of(devices), in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+  )
+  text = jax.jit(mapped).lower(jnp.ones((3, 20))).compile().as_text()
+  assert hlo.parse(text).collectives() == {"all-reduce float32": (3, 3 * 5 * 4)}
 
 
 def test_a_kernel_for_groups_is_a_product(hlo):

@@ -280,16 +280,8 @@ def test_a_gpu_multiplies_in_blocks(gpu_hlo, b200, h200, recipe, dtype):
   program = compiled(b200)
   assert gpu_hlo.hlo.parse(program.as_text()).products() == {dtype: 3}
   assert program.as_text().count('custom_call_target="__cudnn$blockScaledDot"') == 3
-  audit = mpjax.audit(gradient, compiled=program)(*shapes)
-  assert {row.dtype for row in audit.formats} == {recipe_name(recipe)}
-  program = compiled(h200)  # Hopper has no such units.
-  assert dtype not in gpu_hlo.hlo.parse(program.as_text()).products()
-  audit = mpjax.audit(gradient, compiled=program)(*shapes)
-  assert {row.dtype for row in audit.formats} == {f"{recipe_name(recipe)}, emulated"}
-
-
-def recipe_name(recipe):
-  return str(recipe).partition(":")[0]
+  # Hopper has no such units.
+  assert dtype not in gpu_hlo.hlo.parse(compiled(h200).as_text()).products()
 
 
 OWG = "_overwrite_with_gradient"

@@ -4,7 +4,6 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
@@ -13,7 +12,6 @@ from mpjax._autocast.precision import asked_precision
 from mpjax._autocast.scopes import REGION, region_in
 from mpjax._core.errors import check_call
 from mpjax._core.types import FLOAT32, Args, Function, Kwargs, Leaf, P, is_low_precision
-from mpjax._diagnose.audit.collectives import compiled_collectives
 from mpjax._diagnose.audit.leaks import find_leaks
 from mpjax._diagnose.audit.lossy import find_lossy
 from mpjax._diagnose.audit.not_entered import find_kernels
@@ -43,9 +41,7 @@ _FIX = "Write mpjax.audit(step)(state, batch): the arguments come in a second ca
 
 
 @check_call("mpjax.audit(fn)", fix=_FIX)
-def audit(
-  fn: Callable[P, Any], *, compiled: jax.stages.Compiled | None = None
-) -> Callable[P, AuditReport]:
+def audit(fn: Callable[P, Any]) -> Callable[P, AuditReport]:
   """Report the precision of each operation of a function.
 
   The result takes the arguments of `fn`, or `jax.ShapeDtypeStruct` instead of arrays: `fn` is
@@ -55,8 +51,6 @@ def audit(
 
   Args:
     fn: a function of trees of arrays.
-    compiled: the result of `jax.jit(fn).lower(*args).compile()`. The report then lists the
-      collectives that XLA's partitioner wrote. XLA for CPUs sends low precision as float32.
 
   Returns:
     A function with the signature of `fn` that returns an `AuditReport`.
@@ -73,17 +67,11 @@ def audit(
   >>> report.half_share, report.leaks[0].operation, report.leaks[0].cause
   (0.5, 'add', 'params/table')
   """
-  # XLA describes a compiled program by its text only.
-  text = "" if compiled is None else compiled.as_text() or ""
-
-  def report(fn: Function, args: Args, kwargs: Kwargs, _: Advance) -> AuditReport:
-    return _report(fn, args, kwargs, text)
-
-  return Pending("mpjax.audit(fn)", fn, report, _FIX)
+  return Pending("mpjax.audit(fn)", fn, _report, _FIX)
 
 
-def _report(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditReport:
-  """Returns the report of a call; `compiled` is the text of the compiled program, or ""."""
+def _report(fn: Function, args: Args, kwargs: Kwargs, _advance: Advance) -> AuditReport:
+  """Returns the report of a call."""
 
   # Other leaves, such as `train=True`, are passed as they are.
   def is_traced(x: Leaf) -> bool:
@@ -128,8 +116,7 @@ def _report(fn: Function, args: Args, kwargs: Kwargs, compiled: str) -> AuditRep
     on_purpose=on_purpose,
     lossy=find_lossy(graph),
     recipes=asked_recipes(graph),
-    formats=find_formats(graph, compiled),
-    collectives=compiled_collectives(compiled, graph) if compiled else (),
+    formats=find_formats(graph),
     modules=find_modules(graph, record, parameters),
     operations=find_operations(graph),
     rules={rule: (n, record.hidden.get(rule, 0)) for rule, n in record.rules.items()},

@@ -138,24 +138,6 @@ class Format(NamedTuple):
   flops: int
 
 
-class Collective(NamedTuple):
-  """The collectives of a module in a compiled program.
-
-  Args:
-    path: the path of the module or named scope; "" if it is unknown.
-    operation: the name of the HLO instruction.
-    dtype: the dtype that is sent.
-    nbytes: the bytes of the results on one device in all runs.
-    times: the number of runs.
-  """
-
-  path: str
-  operation: str
-  dtype: str
-  nbytes: int
-  times: int
-
-
 class Primitive(NamedTuple):
   """The operations of one primitive in one dtype.
 

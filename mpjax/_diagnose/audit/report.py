@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from mpjax._core.errors import MpjaxAssertionError
 from mpjax._core.types import DType, is_low_precision
 from mpjax._diagnose.audit.findings import (
-  Collective,
   Format,
   Kernel,
   Leak,
@@ -52,7 +51,6 @@ class AuditReport(Report):
     lossy: operations in low precision for which float32 would be safer.
     recipes: the names of the recipes that policies ask for.
     formats: each matmul and its format, or why it is in none; () where nothing asks for a format.
-    collectives: the collectives of a compiled program by module; () without `compiled=`.
     modules: dtypes and FLOPs by module. The module with the most FLOPs comes first.
     operations: how often each primitive runs in each dtype, and the bytes of its results. The dtype
       is that of its widest floating operand, so that a cast has the dtype before it.
@@ -76,7 +74,6 @@ class AuditReport(Report):
   lossy: tuple[Lossy, ...]
   recipes: tuple[str, ...]
   formats: tuple[Format, ...]
-  collectives: tuple[Collective, ...]
   modules: tuple[Module, ...]
   operations: tuple[Primitive, ...]
   rules: Mapping[Rule, tuple[int, int]]
@@ -188,17 +185,6 @@ class AuditReport(Report):
           "FLOPs": percent(row.flops / total),
           "format": row.dtype,
           "in no format because": row.reason,
-        },
-      ),
-      _table(
-        "Between devices",
-        self.collectives,
-        lambda row: {
-          "module": row.path,
-          "operation": row.operation,
-          "dtype": row.dtype,
-          "bytes": amount(row.nbytes, "B"),
-          "times": str(row.times),
         },
       ),
       self._operations(),

@@ -16,9 +16,6 @@ from mpjax._matmul.block_dot import block_dot_p
 from mpjax._policy.audit_record import AuditRecord
 from mpjax._policy.dtypes import hardware_of
 
-_OF_CUDNN = "__cudnn$blockScaledDot"
-"""The operation of a compiled program that multiplies operands with scales in blocks."""
-
 
 @dataclasses.dataclass
 class _Counts:
@@ -137,18 +134,13 @@ _NO_FORMAT, _IN_FLOAT32 = "its policy has no format", "it is in float32"
 """Why a matmul is in no format where nothing asks for one."""
 
 
-def find_formats(graph: Graph, compiled: str) -> tuple[Format, ...]:
-  """Returns the matmuls by format and by why they are in none; () if nothing asks for one.
-
-  Args:
-    graph: the graph of a function that was traced for an audit.
-    compiled: the text of the compiled program, or "" for the devices of this process.
-  """
+def find_formats(graph: Graph) -> tuple[Format, ...]:
+  """Returns the matmuls by format and by why they are in none; () if nothing asks for one."""
   rows: list[Format] = []
   for operation, dtype, flops in graph.matmuls():
     reason, name = _why_in_no_format(operation), ""
     if not reason:
-      emulated = ", emulated" if _is_emulated(operation, compiled) else ""
+      emulated = ", emulated" if _is_emulated(operation) else ""
       name = format_of_matmul(operation, dtype) + emulated
     rows.append(Format(operation.where.path, name, reason, flops))
   is_asked = any(row.reason not in (_NO_FORMAT, _IN_FLOAT32) for row in rows)
@@ -168,16 +160,13 @@ def _why_in_no_format(matmul: Operation) -> str:
   return _IN_FLOAT32 if any(v.is_wide for v in operands) else _NO_FORMAT
 
 
-def _is_emulated(matmul: Operation, compiled: str) -> bool:
+def _is_emulated(matmul: Operation) -> bool:
   """Whether the operands of a matmul are dequantised before it."""
   # Formats with one scale have a mark. Formats with blocks have a primitive of their own.
   if matmul.eqn.primitive is not block_dot_p:
     return EMULATED in matmul.where.scopes
   if matmul.eqn.params["native"] is None:
     return True
-  # The compiled program says what runs. Otherwise judge by the hardware of this process.
-  if compiled:
-    return _OF_CUDNN not in compiled
   device = jax.devices()[0]
   hardware = hardware_of(device.platform, getattr(device, "compute_capability", None))
   is_float4 = matmul.operands[0].dtype == jnp.float4_e2m1fn
