@@ -1,6 +1,5 @@
 """The command line: what it prints, and that errors have no traceback."""
 
-import json
 import subprocess
 import sys
 
@@ -23,27 +22,15 @@ def test_doctor_prints_text(capsys):
   assert max(map(len, out.splitlines())) <= 80
 
 
-def test_doctor_prints_json_and_writes_html(capsys, tmp_path):
-  page = tmp_path / "doctor.html"
-  status, out, err = ran(capsys, "doctor", "--json", "--html", str(page))
-  assert (status, err) == (0, "")
-  assert "preset" in json.loads(out)
-  assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
 @pytest.mark.slow
 def test_a_process_of_its_own():
-  command = [sys.executable, "-m", "mpjax", "doctor", "--json"]
+  command = [sys.executable, "-m", "mpjax", "doctor"]
   found = subprocess.run(command, capture_output=True, text=True, check=True)
-  assert json.loads(found.stdout)["devices"]
+  assert found.stdout.startswith("Policy for this machine: ")
 
 
-def test_errors_are_a_line_and_status_2(capsys, monkeypatch):
-  """A file that cannot be written, and a driver that JAX does not find, whose fix JAX names."""
-  status, out, err = ran(capsys, "doctor", "--html", "no/such/folder.html")
-  assert (status, out) == (2, "")
-  assert "No such file" in err
-
+def test_an_error_of_jax_is_a_line_and_status_2(capsys, monkeypatch):
+  # JAX does not find a driver, and names the fix.
   def devices():
     raise RuntimeError("Unable to initialize backend 'cuda': set JAX_PLATFORMS=cpu\nand so on")
 
