@@ -31,7 +31,7 @@ from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.count import is_small_matmul
 from mpjax._jaxpr.op_lists import part_of
-from mpjax._jaxpr.primitives import AS_TRACED, OUTER_PRODUCT, Row, facts_of, is_higher_order
+from mpjax._jaxpr.primitives import AS_TRACED, Row, facts_of, is_higher_order
 from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs
 
 
@@ -138,10 +138,10 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
     # The user's cast to low precision rounds anyway. A cast to float32 changes no value.
     return 0 if eqn.params["new_dtype"] in HALVES else behind
   match part_of(eqn, scope_policies.scoped.settings.ops):
-    case "half" if facts_of(eqn) is not OUTER_PRODUCT:
+    case "half":
       # A matmul casts its operands to its own dtype, so the consumers of its result do not matter.
       return Flag.FLOAT32 if is_small_matmul(eqn) else 0
-    case "half" | "promote" | "keep":
+    case "promote" | "keep":
       return _through_arithmetic(eqn, behind)
     case _:  # the float32 list, and operations in their traced dtypes
       return Flag.FLOAT32 | (behind & Flag.OUTPUT if facts_of(eqn).scales else 0)

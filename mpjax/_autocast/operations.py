@@ -41,7 +41,7 @@ from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import FloatValue, Rewriter
 from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
-from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of
+from mpjax._jaxpr.primitives import facts_of
 from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyped, shape_of
 
 
@@ -51,7 +51,12 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
   if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
     return _end(rewriter, eqn)
-  if scope_policy.low_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
+  # The user's lists may have other operations in `half`. Only matmuls have this parameter.
+  is_matmul = part == "half" and "preferred_element_type" in eqn.params
+  if scope_policy.low_dtype is None or part in (None, "opaque"):
+    return as_traced(rewriter, eqn)
+  # A matmul of operands that the code has cast may be in a format, so `matmul` decides this itself.
+  if not is_matmul and runs_as_written(eqn, scope_policy):
     return as_traced(rewriter, eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
@@ -60,14 +65,8 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   for dtype in map(dtype_of, eqn.invars):
     if dtype is not None and dtype in HALVES:  # The user has cast an operand.
       low = dtype
-  # The user's lists may have other operations in `half`. Only matmuls have this parameter.
-  if part == "half" and "preferred_element_type" in eqn.params:
-    if facts_of(eqn) is not OUTER_PRODUCT:
-      return matmul(rewriter, eqn, values, low)
-    # It sums nothing, so the rules of multiplications apply unless the user chose a precision.
-    if runs_as_written(eqn, scope_policy):
-      return rewriter.write_as_traced(eqn)
-    part = "promote"
+  if is_matmul:
+    return matmul(rewriter, eqn, values, low)
 
   # Each result belongs to one operand, as in a sort with several operands, and has its kind.
   has_one_each = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
