@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.activations import activations_of, is_one_equation, write_activation
+from mpjax._autocast.consumers import flags_of
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
 from mpjax._autocast.kinds import Kind, Kinds
@@ -37,7 +38,7 @@ def rewrite(
   arguments.
   """
   # `rewrite` is an argument, since the modules of control flow call it and are imported here.
-  rewriter = Rewriter(jaxpr, scoped, flags, origins, rewrite)
+  rewriter = Rewriter(*flags_of(jaxpr, flags, origins, scoped), rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
 

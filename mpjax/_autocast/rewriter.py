@@ -10,12 +10,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, copy_p
 
-from mpjax._autocast.consumers import Flag, flags_of, terms_of
+from mpjax._autocast.consumers import Flag, Flags, terms_of
 from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_input
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
-from mpjax._autocast.origins import Origins
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
-from mpjax._autocast.scopes import ScopedSettings, mark_of
+from mpjax._autocast.scopes import ScopePolicies, mark_of
 from mpjax._core.types import FLOAT32, FLOATS, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import PREFIX, Source, location
@@ -94,19 +93,10 @@ LINEAR_ALGEBRA = (
 class Rewriter:
   """The values and equations of one jaxpr; `rewrite` rewrites its inner jaxprs."""
 
-  def __init__(
-    self,
-    jaxpr: Jaxpr,
-    scoped: ScopedSettings,
-    flags: tuple[int, ...],
-    origins: Origins,
-    rewrite: Rewrite,
-  ) -> None:
-    self.settings, self.rewrite = scoped.settings, rewrite
-    # From the flags of the results and the origins of the arguments: the flags of all old
-    # variables, and a function from an equation to its policy.
-    self.flags, self.scope_policies = flags_of(jaxpr, flags, origins, scoped)
-    self.origins = self.flags.origins  # of the old variables
+  def __init__(self, flags: Flags, scope_policies: ScopePolicies, rewrite: Rewrite) -> None:
+    self.flags = flags  # of all old variables
+    self.scope_policies = scope_policies  # from an equation to its policy
+    self.settings, self.rewrite = scope_policies.scoped.settings, rewrite
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
@@ -173,7 +163,7 @@ class Rewriter:
     if not flags & Flag.GATED:
       return flags
     arrays = self.flags.addends.get(var, ())
-    written, others = terms_of(arrays, self.values, self.flags.sums, self.origins)
+    written, others = terms_of(arrays, self.values, self.flags.sums, self.flags.origins)
     kinds = map(self.kind, written)
     # Parameters and numbers take the dtype of the sum, so they do not make it float32.
     is_wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)

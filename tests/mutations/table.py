@@ -888,7 +888,8 @@ mpjax/_autocast/custom_rules.py::_Custom._forward
 mpjax/_autocast/activations.py::_by_the_rules
 
 111 consumers outside of an activation function do not count in it
-- inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {}, {})
+- Flags({v: rewriter.flags_at(v) for v in results}, {}, {}, {})
++ Flags({}, {}, {}, {})
 ::test_consumers_outside_of_an_activation_function_change_no_bit_of_it
 
 mpjax/_jaxpr/reader.py::dtype_of
