@@ -42,7 +42,7 @@ from mpjax._autocast.rewriter import FloatValue, Rewriter
 from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyped, shape_of
+from mpjax._jaxpr.reader import Atom, aval_of, dtype_of, is_number, retyped, shape_of
 
 
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
@@ -54,10 +54,10 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   # The user's lists may have other operations in `half`. Only matmuls have this parameter.
   is_matmul = part == "half" and "preferred_element_type" in eqn.params
   if scope_policy.low_dtype is None or part in (None, "opaque"):
-    return as_traced(rewriter, eqn)
+    return rewriter.write_as_traced(eqn)
   # A matmul of operands that the code has cast may be in a format, so `matmul` decides this itself.
   if not is_matmul and runs_as_written(eqn, scope_policy):
-    return as_traced(rewriter, eqn)
+    return rewriter.write_as_traced(eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
@@ -110,16 +110,6 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
     if var in rewriter.values and rewriter.values[var].producer is None:
       rewriter.values[var].producer = rewriter.eqns[-1]
   return None
-
-
-def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
-  """Writes an operation as it was traced; linear algebra of an activation warns."""
-  kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
-  rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.scope_policies(eqn).low_dtype is not None
-  if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
-    rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
-  rewriter.write_as_traced(eqn, inners)
 
 
 def _end(rewriter: Rewriter, eqn: JaxprEqn) -> None:

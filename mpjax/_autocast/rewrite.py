@@ -10,7 +10,7 @@ from mpjax._autocast.consumers import flags_of
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
 from mpjax._autocast.kinds import Kind, Kinds
-from mpjax._autocast.operations import as_traced, operation
+from mpjax._autocast.operations import operation
 from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._autocast.scopes import ScopedSettings
@@ -94,6 +94,6 @@ _WRITERS: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, Inners], None]] = 
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), custom),
   Holds.COND: cond,
   **dict.fromkeys((Holds.SCAN, Holds.WHILE), loop),
-  **dict.fromkeys(AS_TRACED, as_traced),
+  **dict.fromkeys(AS_TRACED, Rewriter.write_as_traced),
 }
 """The function that writes an equation, by how it holds jaxprs."""

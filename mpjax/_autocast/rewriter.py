@@ -268,17 +268,25 @@ class Rewriter:
   def write_as_traced(
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
-    """Writes an equation as it was traced; `role` is the role of its results, if known."""
+    """Writes an equation as it was traced; linear algebra of a rounded activation warns.
+
+    `inners` are the jaxprs in it, None if they are unknown. `role` is the role of its results, if
+    known.
+    """
     scope_policy = self.scope_policies(eqn)
     # A primitive in no list that holds jaxprs hides operations from the policy.
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
     )
-    if is_unknown and scope_policy.low_dtype is not None and not is_object(eqn):
+    in_policy = scope_policy.low_dtype is not None
+    if is_unknown and in_policy and not is_object(eqn):
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     of_operands = [kind for kind in map(self.kind, eqn.invars) if kind is not None]
+    rounded = any(kind.role == Role.ACTIVATION for kind in of_operands)
+    if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
+      self.warn_of_linear_algebra(eqn, [eqn.primitive.name])
     if role is None and scope_policy.as_written:
       role = Role.INPUT
     elif role is None:

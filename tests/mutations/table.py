@@ -812,7 +812,7 @@ mpjax/_autocast/operations.py::_end
 + False
 ::test_a_float32_result_of_the_policy_is_not_rounded_at_the_end_of_a_layer
 
-mpjax/_autocast/operations.py::as_traced
+mpjax/_autocast/rewriter.py::Rewriter.write_as_traced
 
 97 linear algebra of inputs warns
 - kind.role == Role.ACTIVATION
