@@ -79,13 +79,11 @@ def call_rewritten(
   Args:
     fn: the function.
     args: its arguments, trees of arrays.
-    state: the active state of the call. Its region has the policy of operations outside modules.
+    state: the active state of the call, from `attempts`. Operations without a mark have its region.
     inputs: returns the leaves of the arguments that are inputs. The others are parameters.
     results: see `with_settings`.
   """
-  policy = None if state.region is None else state.region.policy
-  settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
-
+  settings = Settings(region=state.region or Region(None), ops=_OPS, modules=True)
   # Also if no module runs in this trace: a jitted function that was traced before keeps its marks.
   check = functools.partial(check_kernels, kept=state.keeping)
   with ACTIVE(state):
@@ -123,7 +121,9 @@ def in_compute_dtype(attempt: Callable[[S], R], state: S) -> R:
       state = dataclasses.replace(state, casting=state.casting | {failed[0]})
 
 
-def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
+def attempts(
+  attempt: Callable[[S], R], python: Callable[[S], R], state: S, policy: Policy | None, path: str
+) -> R:
   """Returns the result of a call of a module, traced if possible and otherwise run as Python.
 
   Some kernels take only low precision. If a class of module raises in float32, the next attempt
@@ -134,9 +134,12 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   Args:
     attempt: traces the call in a state.
     python: runs the call in a state without tracing it.
-    state: the state of the first attempt.
+    state: the state around the call.
+    policy: the policy of the called module.
     path: the path of the module, for the warning.
   """
+  # The region of the module already, so that its own operations need no mark.
+  state = dataclasses.replace(state, region=Region(policy))
   # Why the body cannot be traced, for the warning; None if another attempt may succeed.
   problem: str | None = None
   # The first error of a function that does not accept its arguments.
@@ -215,8 +218,8 @@ def module_call(
   # Float64 is not rewritten, so the arguments of the module are cast.
   is_float64 = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
-  # `EVERY` holds `object`: a module around this one is called in the compute dtype.
-  is_cast = is_float64 or is_whole or not state.casting.isdisjoint({object, type(module)})
+  # It is `EVERY` inside of a module that is called in the compute dtype.
+  is_cast = is_float64 or is_whole or state.casting == EVERY or type(module) in state.casting
   region = Region(policy)
   # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
   # the highest precision unless one is named, like all matmuls that a policy keeps in float32.

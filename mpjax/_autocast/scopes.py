@@ -39,7 +39,7 @@ Scope: TypeAlias = tuple[str, ...]
 class Settings:
   """The settings of a rewriting; part of the cache key of the rewritten jaxpr."""
 
-  policy: Policy  # if no rule and no mark of a module gives another one
+  region: Region  # of operations to which no mark of a module and no rule gives another one
   ops: OpLists  # the list of each primitive
   rules: tuple[Rule, ...] = ()  # of `autocast`, for named scopes; modules have marks instead
   in_derivative: bool = False  # in a derivative rule, where no matmul runs in float8
@@ -156,23 +156,18 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   """Returns the policy of a scope."""
   settings, scope = scoped
   mark = next((name for name in reversed(scope) if name.startswith(REGION)), None)
-  around = settings.policy
+  region = settings.region
   if mark is not None:
-    marked = region_in(mark.removeprefix(REGION))
-    around = marked.policy
+    region = region_in(mark.removeprefix(REGION))
   else:
-    marked = None
     # From the whole scope outwards, so that the innermost scope that matches a rule decides.
     for depth in range(len(scope), -1, -1) if settings.rules else ():
       rule = first_match(settings.rules, None, path_of(scope[:depth]))
       if rule is not None:
-        around = rule.policy
+        region = Region(rule.policy)
         break
   full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
-  region = Region(None if full else around)
-  # Code that is called in a dtype has no policy, but an audit shows the dtype.
-  if marked is not None and marked.called_in is not None and not full:
-    region = marked
+  around = region.policy
   low_dtype = low_dtype_of(around)
   # GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. A low-precision policy keeps a
   # matmul in float32 to protect it, so it asks for the highest precision, unlike a float32 policy.
@@ -182,7 +177,7 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   asked = Asked(precision, settings.default_precision, exact=low_dtype is not None)
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.
-  is_exempt = marked is None or marked.policy is None
+  is_exempt = mark is None or around is None
   # `_marked` opens the scope directly around its operation, so its mark is the innermost name.
   last = scope[-1] if scope else ""
   is_end = last.startswith((POLICY_ENDS, LAYER_ENDS))
@@ -195,7 +190,7 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
     inside = marks if mark is None else (*marks, mark)
   return ScopePolicy(
     scope=scope,
-    region=region,
+    region=Region(None) if full else region,
     low_dtype=None if full else low_dtype,
     as_written=full or (low_dtype is None and is_exempt),
     as_given=AS_GIVEN in scope,

@@ -29,7 +29,7 @@ from tests.autocast.rig import matmuls, rewritten
 from tests.errors import refused
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
-HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
+HALF = Settings(region=Region(mpjax.Policy(compute_dtype=BF16)), ops=mpjax.OpLists())
 
 
 def mark(region):
