@@ -255,6 +255,7 @@ def module_call(
     is_cast=is_cast,
     is_inside_whole=is_inside_whole,
     output_dtype=output_dtype,
+    initializing=initializing,
   )
 
 
@@ -271,12 +272,10 @@ class ModuleCall(NamedTuple):
   # Whether a module around it runs as a whole, whose code passes arguments and results.
   is_inside_whole: bool
   output_dtype: DType | None  # the dtype that the policy gives the results; None keeps theirs
+  initializing: bool  # whether it is in `init`
 
-  def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
-    """Calls a method, or a step of a generator, in the region of the module.
-
-    `initializing` keeps the module's own `dtype`, in which it may draw its parameters.
-    """
+  def run(self, method: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Calls a method, or a step of a generator, in the region of the module."""
     module, inner, policy = self.module, self.inner, self.resolved.policy
     # The fields of the module to set during the call.
     fields: dict[str, object] = {}
@@ -284,7 +283,8 @@ class ModuleCall(NamedTuple):
     if policy is not None and self.is_cast:
       fields = dtype_field(module, policy.compute_dtype, always=True)
     elif policy is not None:
-      keeps_own = initializing or (inner.keeps_dtypes and computes_in_half(policy))
+      # In `init`, the module may draw its parameters in its own `dtype`.
+      keeps_own = self.initializing or (inner.keeps_dtypes and computes_in_half(policy))
       fields = {} if keeps_own else dtype_field(module, FLOAT32, always=False)
       is_replaced = bool(fields) and computes_in_half(policy)
     if policy is not None:

@@ -87,7 +87,7 @@ def intercept(
       if record is not None:
         record.note(module, path)
     called = module_call(module, path, resolved, state, LAYERS, initializing=initializing)
-    outputs = called.run(next_fun, args, kwargs, initializing=initializing)
+    outputs = called.run(next_fun, args, kwargs)
     if initializing:
       # Store what `init` created in this call.
       if resolved.policy is not None:
