@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._autocast.origins import (
   Origin,
@@ -127,9 +127,9 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
   for var, flags in zip(eqn.outvars, results, strict=True):
     # Booleans and integers have no flags. Their operations are consumers like `-`.
     behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
-  if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
-    if scope_policy.ends_policy:
-      return Flag.OUTPUT if scope_policy.ends == FLOAT32 else 0
+  if (end := scope_policies.end(eqn)) is not None:
+    if end.of_policy:
+      return Flag.OUTPUT if end.dtype == FLOAT32 else 0
     # The end of a layer rounds, unless the policy returns the result of the layer in float32.
     return behind & Flag.OUTPUT
   if runs_as_written(eqn, scope_policy):

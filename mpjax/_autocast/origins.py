@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._autocast.scopes import ScopedSettings, ScopePolicies
 from mpjax._core.types import HALVES
@@ -131,7 +131,7 @@ def _of_operation(
   """Returns the origin of the results of an operation; None if they are new sources."""
   facts, ops = facts_of(eqn), scope_policies.scoped.settings.ops
   is_matmul = part_of(eqn, ops) == "half"
-  is_end = eqn.primitive is reduce_precision_p and scope_policies(eqn).ends is not None
+  is_end = scope_policies.end(eqn) is not None
   is_cast = eqn.primitive is convert_element_type_p
   if is_matmul or is_end or (is_cast and eqn.params["new_dtype"] in HALVES):
     return None

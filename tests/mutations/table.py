@@ -779,12 +779,12 @@ mpjax/_autocast/operations.py::_is_widened
 ::test_the_addition_of_two_arrays_is_not_widened
 
 91 moves are widened as arithmetic is
-- not facts_of(eqn).arithmetic or rewriter.scope_policies(eqn).as_given
-+ rewriter.scope_policies(eqn).as_given
+- not facts_of(eqn).arithmetic or AS_GIVEN in rewriter.scope_policies(eqn).scope
++ AS_GIVEN in rewriter.scope_policies(eqn).scope
 ::test_arithmetic_runs_in_float32_for
 
 92 a dropout is widened, and returns another dtype than it is given
-- not facts_of(eqn).arithmetic or rewriter.scope_policies(eqn).as_given
+- not facts_of(eqn).arithmetic or AS_GIVEN in rewriter.scope_policies(eqn).scope
 + not facts_of(eqn).arithmetic
 tests/integration/test_layers.py::test_a_dropout_is_not_widened_for_its_consumers
 
