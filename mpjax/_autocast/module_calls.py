@@ -349,14 +349,6 @@ class ModuleCall(NamedTuple):
     """Returns the result of the method, or of a step of a generator, in its dtype."""
     if isinstance(outputs, types.GeneratorType):  # Its body runs later.
       return self._steps(outputs)
-    # An audit counts the cast of a result to the module, to which a rule for it applies too.
-    audited = contextlib.nullcontext()
-    if AUDIT.value is not None:
-      audited = jax.named_scope(MODULE + self.path)
-    with audited:
-      return self._in_its_dtype(outputs)
-
-  def _in_its_dtype(self, outputs: PyTree) -> PyTree:
     policy = self.resolved.policy
     if policy is None:
       return outputs
@@ -369,11 +361,17 @@ class ModuleCall(NamedTuple):
     elif dtype is None and is_rounded:
       # A layer's `preferred_element_type` is the user's choice.
       dtype = plain_attribute(self.module, "preferred_element_type")
+    # An audit counts the cast of a result to the module, to which a rule for it applies too.
+    audited = contextlib.nullcontext()
+    if AUDIT.value is not None:
+      audited = jax.named_scope(MODULE + self.path)
     if dtype is None:
       # Unlike with `dtype=`, a layer in a high precision is not rounded.
       in_high_precision = asked_precision(plain_attribute(self.module, "precision"))
-      is_rounded = is_rounded and not in_high_precision
-      return end_of_layer(outputs, policy.compute_dtype.name) if is_rounded else outputs
+      if not is_rounded or in_high_precision:
+        return outputs
+      with audited:
+        return end_of_layer(outputs, policy.compute_dtype.name)
     # The rewriter casts traced results, unless the whole call is in the compute dtype.
     is_rewritten, dtype = self.state.tracing and self.state.casting != EVERY, DType(dtype)
 
@@ -382,7 +380,8 @@ class ModuleCall(NamedTuple):
         return end_of_policy(x, dtype)
       return cast_leaf(x, dtype)
 
-    return map_arrays(leaf, outputs)
+    with audited:
+      return map_arrays(leaf, outputs)
 
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     """Runs a generator, each step in the region of the module."""
