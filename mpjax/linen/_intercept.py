@@ -81,7 +81,7 @@ def intercept(
       first = active.again.pop()
       args, kwargs = first.arguments(args, kwargs)
 
-  def run(state: LinenActive) -> PyTree:
+  def call(state: LinenActive) -> PyTree:
     # Notes for the check that each rule matches a module.
     for record in (state.record, state.met):
       if record is not None:
@@ -117,10 +117,10 @@ def intercept(
   # numbers.
   is_outermost = rewrites(resolved.policy) and begins_trace(active, path)
   if initializing or is_setup or not is_outermost:
-    return run(state)
+    return call(state)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
   attempt = functools.partial(_rewritten, module, bound.func, args, kwargs)
-  return attempts(attempt, run, state, resolved.policy, module_path(state, module))
+  return attempts(attempt, call, state, resolved.policy, module_path(state, module))
 
 
 # The outermost call
