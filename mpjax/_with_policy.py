@@ -84,6 +84,7 @@ def with_policy(
     got, fix = not_a_model(model)
   # A function has no list of modules to match rules against before it runs.
   elif unmatched == "raise":
+    # Results are then float32 sums of matmuls under a rule, as with a `float32` output.
     policy = "float32" if policy is None else policy
     function: Any = autocast(model, policy, ops=ops, rules=rules, data_argnums=data_argnums)
     return function

@@ -29,7 +29,7 @@ from mpjax._autocast.rewriter import Rewriter
 from mpjax._autocast.run import variables, with_key
 from mpjax._core.types import FLOAT32, Array, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
-from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, jaxpr_of, placed_like
+from mpjax._jaxpr.calls import equation_with_rule, jaxpr_for, placed_like
 from mpjax._jaxpr.compat import context_of
 from mpjax._jaxpr.op_lists import OpLists, part_of
 from mpjax._jaxpr.primitives import facts_of
@@ -175,11 +175,10 @@ def _by_the_rules(
 ) -> tuple[_Computed, Kind]:
   """Returns the operations, rewritten for float32 operands, and the kind of the result."""
   (out,) = function.eqns[-1].outvars
-  jaxpr = jaxpr_of(function.eqns, function.roots, [out])
-  inner = Rewriter(jaxpr, rewriter.scope_policies.scoped, (0,), (), rewriter.rewrite)
   # Consumers outside the function count too.
   results = [v for eqn in function.eqns for v in eqn.outvars]
-  inner.flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {}, {})
+  flags = Flags({v: rewriter.flags_at(v) for v in results}, {}, {}, {})
+  inner = Rewriter(flags, rewriter.scope_policies, rewriter.rewrite)
   # A low-precision root keeps its kind, so that the rules decide as without this equation. Its
   # variable is float32, since the equation casts the operand.
   pairs = zip(function.roots, kinds, strict=True)

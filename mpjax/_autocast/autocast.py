@@ -46,7 +46,7 @@ from mpjax._jaxpr.compat import closed_over
 from mpjax._jaxpr.op_lists import OpLists
 from mpjax._jaxpr.primitives import Holds, facts_of
 from mpjax._jaxpr.reader import walk
-from mpjax._policy.active import AUDIT, AUTOCAST, outside_policies
+from mpjax._policy.active import AUDIT, AUTOCAST, Region, outside_policies
 from mpjax._policy.policy import PolicyLike, parse_policy
 from mpjax._policy.rules import Rule, parse_rules, rewrites
 
@@ -151,7 +151,7 @@ def autocast(
   # Nothing would be rewritten, so the trace is saved.
   if not any(rewrites(each) for _, each in policies):
     return fn
-  settings = Settings(policy=policy, ops=ops or OpLists(), rules=rules)
+  settings = Settings(region=Region(policy), ops=ops or OpLists(), rules=rules)
   returns_sums = policy is not None and policy.output_dtype == FLOAT32
   of_inputs = data if numbers else None
   return with_settings(fn, settings, where, data=of_inputs, returns_sums=returns_sums)
@@ -290,8 +290,9 @@ def _traced_in_float32(
     types = [x.update(**shown) if x.dtype in HALVES else x for x in types]
   # Haiku keeps parameters in a state outside the arguments. Tracers in it would outlive the trace.
   before = set(map(id, haiku_state()))
+  policy = settings.region.policy
   try:
-    with AUTOCAST(settings.policy.compute_dtype):
+    with AUTOCAST(FLOAT32 if policy is None else policy.compute_dtype):
       program = traced(flat)(*types)
   except (NotTraceable, *flax_errors("TraceContextError")) as error:
     if settings.modules:  # `attempts` in module_calls.py then runs the body as Python.

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._autocast.origins import (
   Origin,
@@ -31,7 +31,7 @@ from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.count import is_small_matmul
 from mpjax._jaxpr.op_lists import part_of
-from mpjax._jaxpr.primitives import AS_TRACED, OUTER_PRODUCT, Row, facts_of, is_higher_order
+from mpjax._jaxpr.primitives import AS_TRACED, Row, facts_of, is_higher_order
 from mpjax._jaxpr.reader import Atom, Inner, dtype_of, inner_jaxprs
 
 
@@ -127,9 +127,9 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
   for var, flags in zip(eqn.outvars, results, strict=True):
     # Booleans and integers have no flags. Their operations are consumers like `-`.
     behind |= flags if dtype_of(var) in FLOATS else Flag.FLOAT32
-  if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
-    if scope_policy.ends_policy:
-      return Flag.OUTPUT if scope_policy.ends == FLOAT32 else 0
+  if (end := scope_policies.end(eqn)) is not None:
+    if end.of_policy:
+      return Flag.OUTPUT if end.dtype == FLOAT32 else 0
     # The end of a layer rounds, unless the policy returns the result of the layer in float32.
     return behind & Flag.OUTPUT
   if runs_as_written(eqn, scope_policy):
@@ -138,10 +138,10 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], scope_policies: ScopePo
     # The user's cast to low precision rounds anyway. A cast to float32 changes no value.
     return 0 if eqn.params["new_dtype"] in HALVES else behind
   match part_of(eqn, scope_policies.scoped.settings.ops):
-    case "half" if facts_of(eqn) is not OUTER_PRODUCT:
+    case "half":
       # A matmul casts its operands to its own dtype, so the consumers of its result do not matter.
       return Flag.FLOAT32 if is_small_matmul(eqn) else 0
-    case "half" | "promote" | "keep":
+    case "promote" | "keep":
       return _through_arithmetic(eqn, behind)
     case _:  # the float32 list, and operations in their traced dtypes
       return Flag.FLOAT32 | (behind & Flag.OUTPUT if facts_of(eqn).scales else 0)

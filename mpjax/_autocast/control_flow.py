@@ -64,7 +64,7 @@ def loop(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   flags = flags_of_loop(
     body,
     flags_of_each_result(rewriter, eqn),
-    origins_inside(of_atoms(eqn.invars, rewriter.origins), body, inside),
+    origins_inside(of_atoms(eqn.invars, rewriter.flags.origins), body, inside),
     inside,
   )
   traced = [dtype_of(v) for v in body.jaxpr.invars]
@@ -206,7 +206,7 @@ def rewrite_inner(
   consts = kinds_of_constants(program.consts, scoped.settings) if is_closed else ()
   kinds = tuple(operands[i] for i in inner.operands or ())
   flags = flags_of_each_result(rewriter, eqn) if flags is None else flags
-  origins = origins_inside(of_atoms(eqn.invars, rewriter.origins), inner, scoped)
+  origins = origins_inside(of_atoms(eqn.invars, rewriter.flags.origins), inner, scoped)
   new = rewriter.rewrite(inner.jaxpr, kinds, outs, flags, scoped, consts, origins)
   rewriter.warn_of_linear_algebra(eqn, new.linear_algebra)
   return new

@@ -30,7 +30,7 @@ from mpjax._autocast.kinds import Kind, kinds_of_constants
 from mpjax._autocast.numbers import UNKNOWN
 from mpjax._autocast.precision import traced
 from mpjax._autocast.rewriter import Rewrite, Rewriter
-from mpjax._autocast.scopes import ScopedSettings
+from mpjax._autocast.scopes import ScopedSettings, policy_at
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.types import Array, DType, Function, Leaf, PyTree, is_inexact
 from mpjax._jaxpr.calls import called, jaxpr_for, jaxpr_of
@@ -67,7 +67,6 @@ class _Custom(NamedTuple):
   # The active policies of the trace. JAX calls the rule later. Without this state, a Flax module in
   # it would run under no policy or the policy of another module.
   state: Active | None
-  low_dtype: DType | None  # the low-precision compute dtype at the equation
 
   def run(
     self,
@@ -95,7 +94,7 @@ class _Custom(NamedTuple):
 
     @functools.wraps(rule)
     def in_state(*args: PyTree) -> PyTree:
-      with ACTIVE(self.state), AUTOCAST(self.low_dtype):
+      with ACTIVE(self.state), AUTOCAST(policy_at(self.scoped).low_dtype):
         return rule(*args)
 
     # Shapes come from the operands: under `vmap`, an operand of a batch rule has one more axis.
@@ -283,12 +282,13 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
   new = rewrite_inner(rewriter, eqn, inners[0], ins)
   # JAX passes closed-over values as operands, except to an object of jax 0.10.
   closed = ClosedJaxpr(new.jaxpr, getattr(inners[0].program, "consts", ()))
-  scope_policy, state = rewriter.scope_policies(eqn), ACTIVE.value
+  state = ACTIVE.value
   # The modules have returned before the rewriting, so `state` is that of the outermost call. Only
   # the scope of the equation knows the policy of its module. The rule lives as long as the jaxpr
   # that holds it, so it keeps nothing of the call that a later one could find changed.
   if state is not None:
-    state = dataclasses.replace(state, region=scope_policy.region, failed=None, token=None)
+    region = rewriter.scope_policies(eqn).region
+    state = dataclasses.replace(state, region=region, failed=None, token=None)
 
   def call(*operands: Array) -> list[Array]:
     return called(closed, operands, eqn.primitive.name)
@@ -304,7 +304,6 @@ def custom(rewriter: Rewriter, eqn: JaxprEqn, inners: Inners) -> None:
     rewriter.scope_policies.inside(eqn),
     rewriter.rewrite,
     state,
-    scope_policy.low_dtype,
   )
   match facts_of(eqn).holds:
     case Holds.CUSTOM_JVP:

@@ -79,13 +79,11 @@ def call_rewritten(
   Args:
     fn: the function.
     args: its arguments, trees of arrays.
-    state: the active state of the call. Its region has the policy of operations outside modules.
+    state: the active state of the call, from `attempts`. Operations without a mark have its region.
     inputs: returns the leaves of the arguments that are inputs. The others are parameters.
     results: see `with_settings`.
   """
-  policy = None if state.region is None else state.region.policy
-  settings = Settings(policy=policy or Policy(), ops=_OPS, modules=True)
-
+  settings = Settings(region=state.region or Region(None), ops=_OPS, modules=True)
   # Also if no module runs in this trace: a jitted function that was traced before keeps its marks.
   check = functools.partial(check_kernels, kept=state.keeping)
   with ACTIVE(state):
@@ -123,7 +121,9 @@ def in_compute_dtype(attempt: Callable[[S], R], state: S) -> R:
       state = dataclasses.replace(state, casting=state.casting | {failed[0]})
 
 
-def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path: str) -> R:
+def attempts(
+  attempt: Callable[[S], R], python: Callable[[S], R], state: S, policy: Policy | None, path: str
+) -> R:
   """Returns the result of a call of a module, traced if possible and otherwise run as Python.
 
   Some kernels take only low precision. If a class of module raises in float32, the next attempt
@@ -134,9 +134,12 @@ def attempts(attempt: Callable[[S], R], python: Callable[[S], R], state: S, path
   Args:
     attempt: traces the call in a state.
     python: runs the call in a state without tracing it.
-    state: the state of the first attempt.
+    state: the state around the call.
+    policy: the policy of the called module.
     path: the path of the module, for the warning.
   """
+  # The region of the module already, so that its own operations need no mark.
+  state = dataclasses.replace(state, region=Region(policy))
   # Why the body cannot be traced, for the warning; None if another attempt may succeed.
   problem: str | None = None
   # The first error of a function that does not accept its arguments.
@@ -215,8 +218,8 @@ def module_call(
   # Float64 is not rewritten, so the arguments of the module are cast.
   is_float64 = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
-  # `EVERY` holds `object`: a module around this one is called in the compute dtype.
-  is_cast = is_float64 or is_whole or not state.casting.isdisjoint({object, type(module)})
+  # It is `EVERY` inside of a module that is called in the compute dtype.
+  is_cast = is_float64 or is_whole or state.casting == EVERY or type(module) in state.casting
   region = Region(policy)
   # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for
   # the highest precision unless one is named, like all matmuls that a policy keeps in float32.
@@ -252,6 +255,7 @@ def module_call(
     is_cast=is_cast,
     is_inside_whole=is_inside_whole,
     output_dtype=output_dtype,
+    initializing=initializing,
   )
 
 
@@ -268,12 +272,10 @@ class ModuleCall(NamedTuple):
   # Whether a module around it runs as a whole, whose code passes arguments and results.
   is_inside_whole: bool
   output_dtype: DType | None  # the dtype that the policy gives the results; None keeps theirs
+  initializing: bool  # whether it is in `init`
 
-  def run(self, method: Function, args: Args, kwargs: Kwargs, *, initializing: bool = False) -> Any:
-    """Calls a method, or a step of a generator, in the region of the module.
-
-    `initializing` keeps the module's own `dtype`, in which it may draw its parameters.
-    """
+  def run(self, method: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Calls a method, or a step of a generator, in the region of the module."""
     module, inner, policy = self.module, self.inner, self.resolved.policy
     # The fields of the module to set during the call.
     fields: dict[str, object] = {}
@@ -281,7 +283,8 @@ class ModuleCall(NamedTuple):
     if policy is not None and self.is_cast:
       fields = dtype_field(module, policy.compute_dtype, always=True)
     elif policy is not None:
-      keeps_own = initializing or (inner.keeps_dtypes and computes_in_half(policy))
+      # In `init`, the module may draw its parameters in its own `dtype`.
+      keeps_own = self.initializing or (inner.keeps_dtypes and computes_in_half(policy))
       fields = {} if keeps_own else dtype_field(module, FLOAT32, always=False)
       is_replaced = bool(fields) and computes_in_half(policy)
     if policy is not None:
@@ -346,14 +349,6 @@ class ModuleCall(NamedTuple):
     """Returns the result of the method, or of a step of a generator, in its dtype."""
     if isinstance(outputs, types.GeneratorType):  # Its body runs later.
       return self._steps(outputs)
-    # An audit counts the cast of a result to the module, to which a rule for it applies too.
-    audited = contextlib.nullcontext()
-    if AUDIT.value is not None:
-      audited = jax.named_scope(MODULE + self.path)
-    with audited:
-      return self._in_its_dtype(outputs)
-
-  def _in_its_dtype(self, outputs: PyTree) -> PyTree:
     policy = self.resolved.policy
     if policy is None:
       return outputs
@@ -366,11 +361,17 @@ class ModuleCall(NamedTuple):
     elif dtype is None and is_rounded:
       # A layer's `preferred_element_type` is the user's choice.
       dtype = plain_attribute(self.module, "preferred_element_type")
+    # An audit counts the cast of a result to the module, to which a rule for it applies too.
+    audited = contextlib.nullcontext()
+    if AUDIT.value is not None:
+      audited = jax.named_scope(MODULE + self.path)
     if dtype is None:
       # Unlike with `dtype=`, a layer in a high precision is not rounded.
       in_high_precision = asked_precision(plain_attribute(self.module, "precision"))
-      is_rounded = is_rounded and not in_high_precision
-      return end_of_layer(outputs, policy.compute_dtype.name) if is_rounded else outputs
+      if not is_rounded or in_high_precision:
+        return outputs
+      with audited:
+        return end_of_layer(outputs, policy.compute_dtype.name)
     # The rewriter casts traced results, unless the whole call is in the compute dtype.
     is_rewritten, dtype = self.state.tracing and self.state.casting != EVERY, DType(dtype)
 
@@ -379,7 +380,8 @@ class ModuleCall(NamedTuple):
         return end_of_policy(x, dtype)
       return cast_leaf(x, dtype)
 
-    return map_arrays(leaf, outputs)
+    with audited:
+      return map_arrays(leaf, outputs)
 
   def _steps(self, body: Generator[PyTree, PyTree, PyTree]) -> Generator[PyTree, PyTree, PyTree]:
     """Runs a generator, each step in the region of the module."""

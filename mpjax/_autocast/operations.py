@@ -25,11 +25,7 @@ rounded. The values are the same.
 import dataclasses
 
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import (
-  broadcast_in_dim_p,
-  convert_element_type_p,
-  reduce_precision_p,
-)
+from jax.extend.core.primitives import broadcast_in_dim_p, convert_element_type_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._autocast.consumers import Flag, runs_as_written
@@ -39,20 +35,26 @@ from mpjax._autocast.numbers import UNKNOWN, numbers_of_result
 from mpjax._autocast.origins import adds_arrays
 from mpjax._autocast.precision import retype
 from mpjax._autocast.rewriter import FloatValue, Rewriter
+from mpjax._autocast.scopes import AS_GIVEN, End
 from mpjax._core.types import FLOAT32, FLOATS, HALVES, DType
 from mpjax._jaxpr.op_lists import part_of
-from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of
-from mpjax._jaxpr.reader import Atom, Inner, aval_of, dtype_of, is_number, retyped, shape_of
+from mpjax._jaxpr.primitives import facts_of
+from mpjax._jaxpr.reader import Atom, aval_of, dtype_of, is_number, retyped, shape_of
 
 
 def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   """Writes an equation without inner jaxprs."""
   scope_policy, part = rewriter.scope_policies(eqn), part_of(eqn, rewriter.settings.ops)
   # A mark of `scopes.py`, also outside of a low-precision policy: it must not stay in the jaxpr.
-  if eqn.primitive is reduce_precision_p and scope_policy.ends is not None:
-    return _end(rewriter, eqn)
-  if scope_policy.low_dtype is None or part in (None, "opaque") or eqn.params.get("out_dtype"):
-    return as_traced(rewriter, eqn)
+  if (end := rewriter.scope_policies.end(eqn)) is not None:
+    return _end(rewriter, eqn, end)
+  # The user's lists may have other operations in `half`. Only matmuls have this parameter.
+  is_matmul = part == "half" and "preferred_element_type" in eqn.params
+  if scope_policy.low_dtype is None or part in (None, "opaque"):
+    return rewriter.write_as_traced(eqn)
+  # A matmul of operands that the code has cast may be in a format, so `matmul` decides this itself.
+  if not is_matmul and runs_as_written(eqn, scope_policy):
+    return rewriter.write_as_traced(eqn)
   if eqn.primitive is convert_element_type_p:
     return _cast(rewriter, eqn)
   values = [rewriter.value(atom) for atom in eqn.invars]
@@ -60,14 +62,8 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   for dtype in map(dtype_of, eqn.invars):
     if dtype is not None and dtype in HALVES:  # The user has cast an operand.
       low = dtype
-  # The user's lists may have other operations in `half`. Only matmuls have this parameter.
-  if part == "half" and "preferred_element_type" in eqn.params:
-    if facts_of(eqn) is not OUTER_PRODUCT:
-      return matmul(rewriter, eqn, values, low)
-    # It sums nothing, so the rules of multiplications apply unless the user chose a precision.
-    if runs_as_written(eqn, scope_policy):
-      return rewriter.write_as_traced(eqn)
-    part = "promote"
+  if is_matmul:
+    return matmul(rewriter, eqn, values, low)
 
   # Each result belongs to one operand, as in a sort with several operands, and has its kind.
   has_one_each = eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars)
@@ -113,25 +109,14 @@ def operation(rewriter: Rewriter, eqn: JaxprEqn) -> None:
   return None
 
 
-def as_traced(rewriter: Rewriter, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = ()) -> None:
-  """Writes an operation as it was traced; linear algebra of an activation warns."""
-  kinds = [kind for kind in map(rewriter.kind, eqn.invars) if kind is not None]
-  rounded = any(kind.role == Role.ACTIVATION for kind in kinds)
-  in_policy = rewriter.scope_policies(eqn).low_dtype is not None
-  if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
-    rewriter.warn_of_linear_algebra(eqn, [eqn.primitive.name])
-  rewriter.write_as_traced(eqn, inners)
-
-
-def _end(rewriter: Rewriter, eqn: JaxprEqn) -> None:
+def _end(rewriter: Rewriter, eqn: JaxprEqn, end: End) -> None:
   """Casts the result of a policy for all consumers, or rounds the result of a layer."""
   (atom,), (var,) = eqn.invars, eqn.outvars
-  scope_policy, value = rewriter.scope_policies(eqn), rewriter.value(atom)
-  dtype = scope_policy.ends
-  if value is None or dtype is None:
+  value, dtype = rewriter.value(atom), end.dtype
+  if value is None:
     return rewriter.write_as_traced(eqn)
   # No equation is written for the mark: the result is the operand, or its cast.
-  if scope_policy.ends_policy:
+  if end.of_policy:
     rewriter.values[var] = FloatValue(rewriter.cast(value, dtype, eqn), kind_of_input(dtype))
   elif rewriter.flags_of_results(eqn) & Flag.OUTPUT:
     rewriter.values[var] = value  # The policy returns it in float32.
@@ -196,7 +181,7 @@ def _is_widened(rewriter: Rewriter, eqn: JaxprEqn, values: Operands) -> bool:
   if flags & Flag.OUTPUT:
     return True
   # Moves and selections are exact in each dtype. Dropout returns the dtype of its operand.
-  if not facts_of(eqn).arithmetic or rewriter.scope_policies(eqn).as_given:
+  if not facts_of(eqn).arithmetic or AS_GIVEN in rewriter.scope_policies(eqn).scope:
     return False
   # `x + 1` counts as arithmetic on one array. A sum of two values ignores SUM: only products
   # before a sum are widened, not the sums themselves.

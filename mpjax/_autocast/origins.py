@@ -11,13 +11,13 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._autocast.scopes import ScopedSettings, ScopePolicies
 from mpjax._core.types import HALVES
 from mpjax._jaxpr.caches import cached_per_jaxpr
 from mpjax._jaxpr.op_lists import part_of
-from mpjax._jaxpr.primitives import OUTER_PRODUCT, facts_of, is_higher_order
+from mpjax._jaxpr.primitives import facts_of, is_higher_order
 from mpjax._jaxpr.reader import Atom, Inner, inner_jaxprs, shape_of
 
 
@@ -130,8 +130,8 @@ def _of_operation(
 ) -> Origin | None:
   """Returns the origin of the results of an operation; None if they are new sources."""
   facts, ops = facts_of(eqn), scope_policies.scoped.settings.ops
-  is_matmul = part_of(eqn, ops) == "half" and facts is not OUTER_PRODUCT
-  is_end = eqn.primitive is reduce_precision_p and scope_policies(eqn).ends is not None
+  is_matmul = part_of(eqn, ops) == "half"
+  is_end = scope_policies.end(eqn) is not None
   is_cast = eqn.primitive is convert_element_type_p
   if is_matmul or is_end or (is_cast and eqn.params["new_dtype"] in HALVES):
     return None

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mpjax._autocast.activations import activations_of, is_one_equation, write_activation
+from mpjax._autocast.consumers import flags_of
 from mpjax._autocast.control_flow import Inners, call, cond, loop
 from mpjax._autocast.custom_rules import custom
 from mpjax._autocast.kinds import Kind, Kinds
-from mpjax._autocast.operations import as_traced, operation
+from mpjax._autocast.operations import operation
 from mpjax._autocast.origins import Origins
 from mpjax._autocast.rewriter import Rewriter, Rewritten
 from mpjax._autocast.scopes import ScopedSettings
@@ -37,7 +38,7 @@ def rewrite(
   arguments.
   """
   # `rewrite` is an argument, since the modules of control flow call it and are imported here.
-  rewriter = Rewriter(jaxpr, scoped, flags, origins, rewrite)
+  rewriter = Rewriter(*flags_of(jaxpr, flags, origins, scoped), rewrite)
   pairs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True)
   variables = [var if kind is None else rewriter.define(var, kind) for var, kind in pairs]
 
@@ -93,6 +94,6 @@ _WRITERS: Mapping[Holds | None, Callable[[Rewriter, JaxprEqn, Inners], None]] = 
   **dict.fromkeys((Holds.CUSTOM_JVP, Holds.CUSTOM_VJP, Holds.CUSTOM_VMAP), custom),
   Holds.COND: cond,
   **dict.fromkeys((Holds.SCAN, Holds.WHILE), loop),
-  **dict.fromkeys(AS_TRACED, as_traced),
+  **dict.fromkeys(AS_TRACED, Rewriter.write_as_traced),
 }
 """The function that writes an equation, by how it holds jaxprs."""

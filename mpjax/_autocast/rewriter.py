@@ -10,12 +10,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, copy_p
 
-from mpjax._autocast.consumers import Flag, flags_of, terms_of
+from mpjax._autocast.consumers import Flag, Flags, terms_of
 from mpjax._autocast.kinds import Kind, Kinds, Role, kind_of_constant, kind_of_input
 from mpjax._autocast.numbers import MASK, UNKNOWN, numbers_of, numbers_of_result
-from mpjax._autocast.origins import Origins
 from mpjax._autocast.precision import Asked, ParamsDict, in_precision, with_precision
-from mpjax._autocast.scopes import ScopedSettings, mark_of
+from mpjax._autocast.scopes import ScopePolicies, mark_of
 from mpjax._core.types import FLOAT32, FLOATS, DType
 from mpjax._jaxpr.compat import NameStack, with_scope, without_scopes
 from mpjax._jaxpr.locations import PREFIX, Source, location
@@ -94,19 +93,10 @@ LINEAR_ALGEBRA = (
 class Rewriter:
   """The values and equations of one jaxpr; `rewrite` rewrites its inner jaxprs."""
 
-  def __init__(
-    self,
-    jaxpr: Jaxpr,
-    scoped: ScopedSettings,
-    flags: tuple[int, ...],
-    origins: Origins,
-    rewrite: Rewrite,
-  ) -> None:
-    self.settings, self.rewrite = scoped.settings, rewrite
-    # From the flags of the results and the origins of the arguments: the flags of all old
-    # variables, and a function from an equation to its policy.
-    self.flags, self.scope_policies = flags_of(jaxpr, flags, origins, scoped)
-    self.origins = self.flags.origins  # of the old variables
+  def __init__(self, flags: Flags, scope_policies: ScopePolicies, rewrite: Rewrite) -> None:
+    self.flags = flags  # of all old variables
+    self.scope_policies = scope_policies  # from an equation to its policy
+    self.settings, self.rewrite = scope_policies.scoped.settings, rewrite
     self.eqns: list[JaxprEqn] = []  # written so far
     self.linear_algebra: dict[str, None] = {}  # of activations, without a line of the user
     self.warned: set[Source] = set()  # lines with a warning, so that each has one
@@ -173,7 +163,7 @@ class Rewriter:
     if not flags & Flag.GATED:
       return flags
     arrays = self.flags.addends.get(var, ())
-    written, others = terms_of(arrays, self.values, self.flags.sums, self.origins)
+    written, others = terms_of(arrays, self.values, self.flags.sums, self.flags.origins)
     kinds = map(self.kind, written)
     # Parameters and numbers take the dtype of the sum, so they do not make it float32.
     is_wide = others or any(k is not None and k.role >= Role.INPUT and not k.is_low for k in kinds)
@@ -278,17 +268,25 @@ class Rewriter:
   def write_as_traced(
     self, eqn: JaxprEqn, inners: tuple[Inner, ...] | None = (), role: Role | None = None
   ) -> None:
-    """Writes an equation as it was traced; `role` is the role of its results, if known."""
+    """Writes an equation as it was traced; linear algebra of a rounded activation warns.
+
+    `inners` are the jaxprs in it, None if they are unknown. `role` is the role of its results, if
+    known.
+    """
     scope_policy = self.scope_policies(eqn)
     # A primitive in no list that holds jaxprs hides operations from the policy.
     is_unknown = inners is None or (
       part_of(eqn, self.settings.ops) is None and inner_jaxprs(eqn) is None
     )
-    if is_unknown and scope_policy.low_dtype is not None and not is_object(eqn):
+    in_policy = scope_policy.low_dtype is not None
+    if is_unknown and in_policy and not is_object(eqn):
       text = "It runs as it was traced, in the dtypes that it had."
       warn_not_entered(eqn, "mpjax.autocast", text)
     operands = [self.read(atom, eqn, dtype_of(atom)) for atom in eqn.invars]
     of_operands = [kind for kind in map(self.kind, eqn.invars) if kind is not None]
+    rounded = any(kind.role == Role.ACTIVATION for kind in of_operands)
+    if facts_of(eqn).acts_as == "linear algebra" and rounded and in_policy:
+      self.warn_of_linear_algebra(eqn, [eqn.primitive.name])
     if role is None and scope_policy.as_written:
       role = Role.INPUT
     elif role is None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core.primitives import reduce_precision_p
 
 from mpjax._autocast.precision import Asked
 from mpjax._core.trees import mapped
@@ -39,7 +40,7 @@ Scope: TypeAlias = tuple[str, ...]
 class Settings:
   """The settings of a rewriting; part of the cache key of the rewritten jaxpr."""
 
-  policy: Policy  # if no rule and no mark of a module gives another one
+  region: Region  # of operations to which no mark of a module and no rule gives another one
   ops: OpLists  # the list of each primitive
   rules: tuple[Rule, ...] = ()  # of `autocast`, for named scopes; modules have marks instead
   in_derivative: bool = False  # in a derivative rule, where no matmul runs in float8
@@ -136,6 +137,13 @@ def scope_of(stack: NameStack) -> Scope:
   return tuple(part for name in names for part in name.split("/") if part)
 
 
+class End(NamedTuple):
+  """The end of a policy or of a layer, which `_marked` marks."""
+
+  dtype: DType
+  of_policy: bool
+
+
 class ScopePolicy(NamedTuple):
   """A scope, with the policy that marks and rules give it."""
 
@@ -143,10 +151,8 @@ class ScopePolicy(NamedTuple):
   region: Region  # its policy, which is None if operations run as they were traced
   low_dtype: DType | None  # the compute dtype of the policy, if it is low precision
   as_written: bool  # whether the user asked for float32 here, so that results are inputs
-  as_given: bool  # whether this is a layer such as dropout, which no consumer widens
   asked: Asked  # the precision of matmuls for which the code names none
-  ends: DType | None  # the dtype in the mark of an end, if the innermost scope is one
-  ends_policy: bool  # whether that mark is the end of a policy, not of a layer
+  end: End | None  # if the innermost name is its mark
   # The names that matter for inner jaxprs. Other names would split caches.
   inside: Scope
 
@@ -156,23 +162,18 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   """Returns the policy of a scope."""
   settings, scope = scoped
   mark = next((name for name in reversed(scope) if name.startswith(REGION)), None)
-  around = settings.policy
+  region = settings.region
   if mark is not None:
-    marked = region_in(mark.removeprefix(REGION))
-    around = marked.policy
+    region = region_in(mark.removeprefix(REGION))
   else:
-    marked = None
     # From the whole scope outwards, so that the innermost scope that matches a rule decides.
     for depth in range(len(scope), -1, -1) if settings.rules else ():
       rule = first_match(settings.rules, None, path_of(scope[:depth]))
       if rule is not None:
-        around = rule.policy
+        region = Region(rule.policy)
         break
   full = FULL_PRECISION in scope  # This also overrules the policy of an inner module.
-  region = Region(None if full else around)
-  # Code that is called in a dtype has no policy, but an audit shows the dtype.
-  if marked is not None and marked.called_in is not None and not full:
-    region = marked
+  around = region.policy
   low_dtype = low_dtype_of(around)
   # GPUs and TPUs multiply float32 in TF32 or bfloat16 by default. A low-precision policy keeps a
   # matmul in float32 to protect it, so it asks for the highest precision, unlike a float32 policy.
@@ -182,10 +183,11 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
   asked = Asked(precision, settings.default_precision, exact=low_dtype is not None)
   # A rule with None exempts a module, and `autocast` has no regions. There the user asked for
   # float32. A module with a float32 policy does not count.
-  is_exempt = marked is None or marked.policy is None
+  is_exempt = mark is None or around is None
   # `_marked` opens the scope directly around its operation, so its mark is the innermost name.
-  last = scope[-1] if scope else ""
-  is_end = last.startswith((POLICY_ENDS, LAYER_ENDS))
+  last, end = scope[-1] if scope else "", None
+  if last.startswith((POLICY_ENDS, LAYER_ENDS)):
+    end = End(np.dtype(last.partition("=")[2]), last.startswith(POLICY_ENDS))
   # Rules match all names of a scope. Without rules only the marks decide, and inner jaxprs in
   # several modules of one policy share their rewriting.
   marks = tuple(name for name in (TABLE, AS_GIVEN, FULL_PRECISION) if name in scope)
@@ -195,31 +197,34 @@ def policy_at(scoped: ScopedSettings) -> ScopePolicy:
     inside = marks if mark is None else (*marks, mark)
   return ScopePolicy(
     scope=scope,
-    region=region,
+    region=Region(None) if full else region,
     low_dtype=None if full else low_dtype,
     as_written=full or (low_dtype is None and is_exempt),
-    as_given=AS_GIVEN in scope,
     asked=asked,
-    ends=np.dtype(last.partition("=")[2]) if is_end else None,
-    ends_policy=last.startswith(POLICY_ENDS),
+    end=end,
     inside=inside,
   )
 
 
+@dataclasses.dataclass(eq=False)
 class ScopePolicies:
   """The policy of each equation of a jaxpr, by its scope below the scope of the jaxpr."""
 
-  def __init__(self, scoped: ScopedSettings) -> None:
-    self.scoped = scoped
-    self._by_stack: dict[int, tuple[NameStack, ScopePolicy]] = {}
+  scoped: ScopedSettings
+  # By the id of the name stack, which is kept, so that its id stays unique.
+  _by_stack: dict[int, tuple[NameStack, ScopePolicy]] = dataclasses.field(default_factory=dict)
 
   def __call__(self, eqn: JaxprEqn) -> ScopePolicy:
     """Returns the scope of an equation with its policy."""
-    stack = eqn.source_info.name_stack  # It is kept, so its id stays unique.
+    stack = eqn.source_info.name_stack
     if id(stack) not in self._by_stack:
       below = self.scoped._replace(scope=self.scoped.scope + scope_of(stack))
       self._by_stack[id(stack)] = stack, policy_at(below)
     return self._by_stack[id(stack)][1]
+
+  def end(self, eqn: JaxprEqn) -> End | None:
+    """Returns the end that an equation marks; None if it is no mark."""
+    return self(eqn).end if eqn.primitive is reduce_precision_p else None
 
   def inside(self, eqn: JaxprEqn) -> ScopedSettings:
     """Returns the settings and the scope for the jaxprs inside an equation."""

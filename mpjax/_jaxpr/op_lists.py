@@ -12,7 +12,6 @@ from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, nearest
 from mpjax._jaxpr.primitives import (
   FAMILIES,
   HIGHER_ORDER,
-  INNER_PRODUCT,
   PARTS,
   EqnParams,
   Part,
@@ -330,6 +329,6 @@ def _higher_order(where: str, name: str) -> MpjaxValueError:
 
 def part_of(eqn: JaxprEqn, ops: OpLists) -> str | None:
   """Returns the part of an equation."""
-  # A matmul without free axes is a sum of products. It runs in float32, as other sums do.
   part = ops.part_of(eqn.primitive.name, eqn.params)
-  return "float32" if part == "half" and facts_of(eqn) is INNER_PRODUCT else part
+  # A `dot_general` may be a multiplication or a sum, which its axes tell.
+  return (facts_of(eqn).instead_of_half or part) if part == "half" else part

@@ -124,6 +124,8 @@ class Row(NamedTuple):
   degree: Degree | None = None  # the growth of elementwise operations of activation functions
   # The parameter that names the dtype, or that holds a jaxpr in the dtype.
   dtype_param: Literal["preferred_element_type", "update_jaxpr"] | None = None
+  # The part of an operation that is no matmul, though its primitive is in the half list.
+  instead_of_half: Part | None = None
   # The formula for its floating-point operations.
   flops: Literal["dot", "ragged_dot", "scaled_dot", "convolution"] | None = None
   holds: Holds | None = None  # how it runs the jaxprs that it holds; None if it holds none
@@ -638,11 +640,13 @@ HIGHER_ORDER = frozenset(
 
 _UNKNOWN = Row(())
 
-OUTER_PRODUCT = FACTS["dot_general"]._replace(flops=None, acts_as="product", arithmetic=True)
+_NO_MATMUL = FACTS["dot_general"]._replace(flops=None, acts_as="product")
+
+_OUTER_PRODUCT = _NO_MATMUL._replace(arithmetic=True, instead_of_half="promote")
 """A `dot_general` that sums nothing, so that it is a multiplication: `einsum("i,j->ij")`, or the
 matmul of a column and a row."""
 
-INNER_PRODUCT = FACTS["dot_general"]._replace(flops=None, acts_as="product")
+_INNER_PRODUCT = _NO_MATMUL._replace(instead_of_half="float32")
 """A `dot_general` in which no operand has a free axis, so that it is a sum, such as `vdot`."""
 
 
@@ -657,8 +661,8 @@ def facts_of(eqn: JaxprEqn) -> Row:
   (summed, _), (batch, _) = eqn.params["dimension_numbers"]
   left, right = (cast(ShapedArray, v.aval).shape for v in eqn.invars)
   if all(left[axis] == 1 for axis in summed):
-    return OUTER_PRODUCT
-  return INNER_PRODUCT if len(left) == len(right) == len(summed) + len(batch) else row
+    return _OUTER_PRODUCT
+  return _INNER_PRODUCT if len(left) == len(right) == len(summed) + len(batch) else row
 
 
 def is_higher_order(eqn: JaxprEqn) -> bool:

@@ -1,4 +1,4 @@
-"""MXFP8 and NVFP4: their options, and the recipe of all formats with scales in blocks.
+"""MXFP8 and NVFP4: their options, and the recipes of all formats with scales in blocks.
 
 Blocks lie along the summed axis. An operand is a stack of matrices `(batch, rows, summed)`. Each
 matmul has blocks along its own sum, so the forward and the backward pass cast an operand
@@ -7,7 +7,7 @@ MXFP8, with one scale for neighbouring blocks.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from mpjax._matmul.float8 import MEASURED_SKIP, Float8, rounded_up, unscaled_in,
 from mpjax._matmul.options import Format, FormatRecipe, Sizes
 from mpjax._matmul.protocol import LEAST_SCALE, Multiply, Operand, Scaled
 from mpjax._matmul.rounding import hadamard, random_bits, stochastic
+
+_BLOCK_NVFP4 = 16
+"""The elements of a block of NVFP4 along the summed axis."""
 
 _MOST, _MOST_E2M1 = (float(jnp.finfo(dtype).max) for dtype in (E4M3, E2M1))
 
@@ -109,48 +112,60 @@ class NVFP4(Format):
   skip: Sizes = ()
 
 
-# The elements of a block along the summed axis.
-_BLOCKS: dict[type[Any], int] = {Float8: 128, MXFP8: 32, NVFP4: 16}
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockRecipe(FormatRecipe):
-  """A recipe with one scale for each block: see `Recipe` for its methods."""
+  """The recipe of e4m3 with scales that are powers of two: see `Recipe` for its methods."""
 
-  options: Float8 | MXFP8 | NVFP4
+  options: Float8 | MXFP8
 
   @property
   def block(self) -> int:
-    return _BLOCKS[type(self.options)]
+    return 128 if isinstance(self.options, Float8) else 32
 
   @property
   def measured_skip(self) -> Sizes:
     return MEASURED_SKIP["block"] if isinstance(self.options, Float8) else ()
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
-    rows = self.block if self._in_squares(operand) else 1
-    if isinstance(self.options, NVFP4):
-      return _for_nvfp4(x, operand, self.options, rows)
-    return quantise_e4m3(x, rows, self.block)
+    # DeepSeek-V3 scales weights in blocks of 128 x 128. So a weight and its transpose are rounded
+    # alike.
+    is_square = isinstance(self.options, Float8) and operand.role == "weight"
+    return quantise_e4m3(x, self.block if is_square else 1, self.block)
+
+  def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
+    return jax.lax.convert_element_type(multiply(left, right, unscaled_in(dtype)), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Recipe(FormatRecipe):
+  """The recipe of an `NVFP4`: see `Recipe` for its methods."""
+
+  options: NVFP4
+
+  @property
+  def block(self) -> int:
+    return _BLOCK_NVFP4
+
+  def quantise(self, x: Array, operand: Operand) -> Scaled:
+    options = self.options
+    is_random = options.stochastic_rounding and operand.role == "gradient"
+    stream = int(operand.product == "weight_grad")
+    bits = random_bits(x, options.seed, stream=stream) if is_random else None
+    if self._is_mixed(operand):
+      x = hadamard(x, 2, options.seed)
+    is_square = options.square_weights and operand.role == "weight"
+    return quantise_nvfp4(x, self.block if is_square else 1, bits)
 
   def restored(self, x: Array, operand: Operand) -> Array:
-    if isinstance(self.options, NVFP4) and _is_mixed(operand, self.options):
-      return hadamard(x, 2, self.options.seed, inverse=True)
-    return x
+    return hadamard(x, 2, self.options.seed, inverse=True) if self._is_mixed(operand) else x
 
-  def _in_squares(self, operand: Operand) -> bool:
-    """Whether blocks are squares, so that a weight and its transpose are rounded alike."""
-    if isinstance(self.options, NVFP4):
-      has_squares = self.options.square_weights
-    else:
-      # DeepSeek-V3 scales weights in blocks of 128 x 128.
-      has_squares = isinstance(self.options, Float8)
-    return has_squares and operand.role == "weight"
+  def _is_mixed(self, operand: Operand) -> bool:
+    """Whether an operand is multiplied by the Hadamard matrix before it is rounded."""
+    return self.options.hadamard and operand.product == "weight_grad"
 
   def dot(self, multiply: Multiply, left: Scaled, right: Scaled, dtype: DType) -> Array:
     # The scale `of_tensor` is applied to the sums, which must not be rounded before.
-    sums = unscaled_in(dtype) if left.of_tensor is None else FLOAT32
-    return jax.lax.convert_element_type(multiply(left, right, sums), dtype)
+    return jax.lax.convert_element_type(multiply(left, right, FLOAT32), dtype)
 
 
 def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
@@ -171,21 +186,6 @@ def quantise_e4m3(x: Array, rows: int, block: int) -> Scaled:
   return _kept(values, scale)
 
 
-def _for_nvfp4(x: Array, operand: Operand, options: NVFP4, rows: int) -> Scaled:
-  """Returns an operand in NVFP4 as the options ask for it."""
-  is_random = options.stochastic_rounding and operand.role == "gradient"
-  stream = int(operand.product == "weight_grad")
-  bits = random_bits(x, options.seed, stream=stream) if is_random else None
-  if _is_mixed(operand, options):
-    x = hadamard(x, 2, options.seed)
-  return quantise_nvfp4(x, rows, bits)
-
-
-def _is_mixed(operand: Operand, options: NVFP4) -> bool:
-  """Whether an operand is multiplied by the Hadamard matrix before it is rounded."""
-  return options.hadamard and operand.product == "weight_grad"
-
-
 def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled:
   """Returns a stack of matrices in e2m1 with scales in e4m3 and one in float32.
 
@@ -193,7 +193,7 @@ def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled
   scale of the array, in which an inf or NaN is too. Elements are rounded to nearest, or with random
   bits stochastically.
   """
-  wide, largest = with_largest(_in_blocks(x, rows, _BLOCKS[NVFP4]), (2, 4))
+  wide, largest = with_largest(_in_blocks(x, rows, _BLOCK_NVFP4), (2, 4))
   of_tensor = jnp.max(largest) * np.float32(1 / (_MOST_E2M1 * _MOST))
   # e2m1 has no NaN, and a maximum on a CPU may lose one.
   is_finite = jnp.all(jnp.isfinite(wide))
@@ -208,7 +208,7 @@ def quantise_nvfp4(x: Array, rows: int = 1, bits: Array | None = None) -> Scaled
   if bits is None:
     values = nearest_e2m1(wide)
   else:
-    values = stochastic(wide, E2M1, _in_blocks(bits, rows, _BLOCKS[NVFP4]))
+    values = stochastic(wide, E2M1, _in_blocks(bits, rows, _BLOCK_NVFP4))
   return _kept(values, jax.lax.squeeze(scale, (2, 4)))._replace(of_tensor=of_tensor)
 
 

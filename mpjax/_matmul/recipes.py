@@ -7,7 +7,7 @@ from typing import Any
 
 from mpjax._core.errors import MpjaxTypeError, MpjaxValueError, alternatives, nearest
 from mpjax._core.types import HALF_NAMES, HALVES, DType
-from mpjax._matmul.blocks import MXFP8, NVFP4, BlockRecipe
+from mpjax._matmul.blocks import MXFP8, NVFP4, BlockRecipe, NVFP4Recipe
 from mpjax._matmul.float8 import Float8, Float8Recipe
 from mpjax._matmul.int8 import Int8, Int8Recipe
 from mpjax._matmul.options import Format, format_name, read_options
@@ -18,7 +18,7 @@ FORMATS: Mapping[type[Format], Callable[[Any], Recipe]] = {
     BlockRecipe(options) if options.scaling == "block" else Float8Recipe(options)
   ),
   MXFP8: BlockRecipe,
-  NVFP4: BlockRecipe,
+  NVFP4: NVFP4Recipe,
   Int8: Int8Recipe,
 }
 """Every format, and a function from its options to its recipe.

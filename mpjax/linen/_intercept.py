@@ -27,7 +27,7 @@ from mpjax._autocast.module_calls import (
 )
 from mpjax._core.trees import instances_in, mapped
 from mpjax._core.types import Args, Function, Kwargs, Leaf, PyTree, Variables
-from mpjax._policy.active import ACTIVE, Region, outside_policies
+from mpjax._policy.active import ACTIVE, outside_policies
 from mpjax._policy.rules import PolicyConfig, rewrites
 from mpjax.linen._active import LinenActive, begin, current, is_new_root, module_path, module_policy
 from mpjax.linen._initialize import store_caches, store_parameters
@@ -81,13 +81,13 @@ def intercept(
       first = active.again.pop()
       args, kwargs = first.arguments(args, kwargs)
 
-  def run(state: LinenActive) -> PyTree:
+  def call(state: LinenActive) -> PyTree:
     # Notes for the check that each rule matches a module.
     for record in (state.record, state.met):
       if record is not None:
         record.note(module, path)
     called = module_call(module, path, resolved, state, LAYERS, initializing=initializing)
-    outputs = called.run(next_fun, args, kwargs, initializing=initializing)
+    outputs = called.run(next_fun, args, kwargs)
     if initializing:
       # Store what `init` created in this call.
       if resolved.policy is not None:
@@ -117,11 +117,10 @@ def intercept(
   # numbers.
   is_outermost = rewrites(resolved.policy) and begins_trace(active, path)
   if initializing or is_setup or not is_outermost:
-    return run(state)
+    return call(state)
   bound: Any = context.orig_method  # A partial: of the method, and the module.
-  rewrite = functools.partial(_rewritten, module, bound.func, args, kwargs)
-  state = dataclasses.replace(state, region=Region(resolved.policy))
-  return attempts(rewrite, run, state, module_path(state, module))
+  attempt = functools.partial(_rewritten, module, bound.func, args, kwargs)
+  return attempts(attempt, call, state, resolved.policy, module_path(state, module))
 
 
 # The outermost call
@@ -239,7 +238,7 @@ def applied(
   def stored(returned: PyTree) -> PyTree:
     return (returned[0], _in_stored_dtypes(returned[1], variables)) if pair else returned
 
-  def rewrite(active: LinenActive) -> PyTree:
+  def attempt(active: LinenActive) -> PyTree:
     def fn(variables: Variables, args: Args, kwargs: Kwargs) -> PyTree:
       with activate(active):  # A derivative traces it again, after the call has left this state.
         return model.apply(variables, *args, **kwargs)
@@ -252,7 +251,7 @@ def applied(
   def run_as_python(_: LinenActive) -> PyTree:
     return model.apply(variables, *args, **kwargs)
 
-  return attempts(rewrite, run_as_python, active, model.name or "")
+  return attempts(attempt, run_as_python, active, active.around.policy, model.name or "")
 
 
 def _in_stored_dtypes(variables: PyTree, stored: PyTree) -> PyTree:

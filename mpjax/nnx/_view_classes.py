@@ -3,7 +3,6 @@
 They are subclasses of the user's classes, one for each policy: see docs/design/nnx.md.
 """
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -17,7 +16,7 @@ from mpjax._autocast.scopes import end_of_policy
 from mpjax._core.errors import MpjaxTypeError
 from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.types import Args, Class, Function, Kwargs, PyTree
-from mpjax._policy.active import ACTIVE, Active, Region, outside_policies
+from mpjax._policy.active import ACTIVE, Active, outside_policies
 from mpjax._policy.rules import ModulePolicy, policy_text, rewrites
 from mpjax.nnx import _layers
 from mpjax.nnx._graph import CONTAINERS, is_tree, parts_of
@@ -175,7 +174,6 @@ def _computes(cls: Class, name: str, own: object) -> bool:
 
 def _method(name: str, own: Any, resolved: ModulePolicy) -> Function:
   """Returns the method of a view's module that calls a method of the user's under the policy."""
-  region = Region(resolved.policy)
   # The body of a generator runs between the steps of its caller, so it cannot be traced as one.
   may_trace = rewrites(resolved.policy) and not inspect.isgeneratorfunction(own)
 
@@ -200,8 +198,7 @@ def _method(name: str, own: Any, resolved: ModulePolicy) -> Function:
       return call(self, args, kwargs)
     check_modes_in_call(self, args, kwargs)
     attempt = functools.partial(rewritten, call, name, self, args, kwargs)
-    state = dataclasses.replace(state, region=region)
-    return attempts(attempt, lambda _: call(self, args, kwargs), state, path)
+    return attempts(attempt, lambda _: call(self, args, kwargs), state, resolved.policy, path)
 
   return method
 

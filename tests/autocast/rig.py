@@ -12,6 +12,7 @@ import mpjax
 from mpjax._autocast.autocast import with_settings
 from mpjax._autocast.scopes import Settings
 from mpjax._jaxpr.reader import walk
+from mpjax._policy.active import Region
 from tests import programs
 
 BOTH = pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -52,7 +53,7 @@ def rewritten(
 ) -> Any:
   """Returns a function under a compute dtype, as a framework's adapter asks for it."""
   policy = mpjax.Policy(compute_dtype=compute)
-  settings = Settings(policy=policy, ops=mpjax.OpLists(), modules=modules)
+  settings = Settings(region=Region(policy), ops=mpjax.OpLists(), modules=modules)
   return with_settings(fun, settings, "a test", data=data, results=results)
 
 

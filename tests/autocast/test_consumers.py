@@ -11,6 +11,7 @@ import mpjax
 from mpjax._autocast.consumers import Flag, flags_of, flags_of_result
 from mpjax._autocast.scopes import ScopedSettings, Settings, end_of_layer, end_of_policy
 from mpjax._jaxpr.op_lists import OpLists
+from mpjax._policy.active import Region
 
 X = jnp.ones((8, 8))
 B = jnp.ones(8)
@@ -21,7 +22,7 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 def flags(fun, *args, results=None, ops=None):
   """Returns the flags of each argument of `fun`; no result is used unless `results` says so."""
   jaxpr = jax.make_jaxpr(fun)(*(args or (X,))).jaxpr
-  settings = Settings(policy=mpjax.Policy(compute_dtype="float16"), ops=ops or OpLists())
+  settings = Settings(region=Region(mpjax.Policy(compute_dtype="float16")), ops=ops or OpLists())
   found, _ = flags_of(jaxpr, results or (0,) * len(jaxpr.outvars), (), ScopedSettings(settings))
   return tuple(found.of.get(v, 0) for v in jaxpr.invars)
 

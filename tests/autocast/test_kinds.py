@@ -15,13 +15,14 @@ from mpjax._autocast.kinds import (
 )
 from mpjax._autocast.scopes import Settings
 from mpjax._jaxpr.op_lists import OpLists
+from mpjax._policy.active import Region
 from mpjax._policy.policy import Policy
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(d) for d in (jnp.bfloat16, "float16", "float32"))
 
 
 def settings(*, modules: bool) -> Settings:
-  return Settings(policy=Policy(compute_dtype=BFLOAT16), ops=OpLists(), modules=modules)
+  return Settings(region=Region(Policy(compute_dtype=BFLOAT16)), ops=OpLists(), modules=modules)
 
 
 class NotHere(np.ndarray):

@@ -198,7 +198,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise NotImplementedError("first")
     return "traced"
 
-  assert attempts(attempt, lambda state: None, Active(), "") == "traced"
+  assert attempts(attempt, lambda state: None, Active(), None, "") == "traced"
   assert seen == [frozenset(), frozenset({int})]
 
   # A class that is defined in the call is another one each time. The first error says what is
@@ -215,7 +215,7 @@ def test_the_class_that_raised_is_called_in_its_compute_dtype_and_no_class_twice
       raise raised
 
     with pytest.raises(NotImplementedError, match=text):
-      attempts(always, python, Active(), "")
+      attempts(always, python, Active(), None, "")
 
 
 @pytest.mark.parametrize("then", [lambda x: float(x), lambda x: f"{x:.3f}"])
@@ -227,6 +227,6 @@ def test_a_class_that_low_precision_helps_stays_cast_in_python(then):
     return jax.jit(then)(1.0)
 
   with pytest.warns(UserWarning, match=r"policy\): body: expected a body that can be") as caught:
-    state = attempts(attempt, lambda state: state, Active(), "body")
+    state = attempts(attempt, lambda state: state, Active(), None, "body")
   assert (state.casting, state.as_python) == ({int}, {"body"})
   assert len(caught) == 1

@@ -10,12 +10,13 @@ import mpjax
 from mpjax._autocast.origins import Origin, has_one_product, origins_inside, origins_of
 from mpjax._autocast.scopes import ScopedSettings, Settings
 from mpjax._jaxpr.reader import inner_jaxprs
+from mpjax._policy.active import Region
 from tests.autocast.rig import find
 
 X = jnp.ones((8, 8))
 W = jnp.ones((8, 8))
 POLICY = mpjax.Policy(compute_dtype="bfloat16")
-SCOPED = ScopedSettings(Settings(policy=POLICY, ops=mpjax.OpLists()))
+SCOPED = ScopedSettings(Settings(region=Region(POLICY), ops=mpjax.OpLists()))
 
 
 def sum_dtype(fun, *args, wrap=mpjax.autocast):

@@ -264,3 +264,15 @@ def test_a_jaxpr_in_which_a_precision_changes_nothing_is_not_kept(collect):
   jax.clear_caches()
   collect()
   assert inner() is None
+
+
+@pytest.mark.parametrize("part", ["half", "promote", "keep", "float32"])
+def test_a_precision_of_the_code_counts_in_every_part(part):
+  def fun(x, w):
+    rounded = lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
+    return jnp.dot(rounded, w, precision="highest").astype(jnp.bfloat16)
+
+  ops = mpjax.OpLists().replace(**{part: ["dot_general"]})
+  program = jax.make_jaxpr(mpjax.autocast(fun, ops=ops))(X, X)
+  (eqn,) = (e for e in program.eqns if e.primitive.name == "dot_general")
+  assert [str(v.aval.dtype) for v in eqn.invars] == ["float32"] * 2

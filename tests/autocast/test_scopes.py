@@ -14,6 +14,7 @@ from mpjax._autocast.scopes import (
   POLICY_ENDS,
   REGION,
   TABLE,
+  End,
   ScopedSettings,
   Settings,
   end_of_layer,
@@ -29,7 +30,7 @@ from tests.autocast.rig import matmuls, rewritten
 from tests.errors import refused
 
 BF16, F16, F32 = (np.dtype(jnp.dtype(name)) for name in ("bfloat16", "float16", "float32"))
-HALF = Settings(policy=mpjax.Policy(compute_dtype=BF16), ops=mpjax.OpLists())
+HALF = Settings(region=Region(mpjax.Policy(compute_dtype=BF16)), ops=mpjax.OpLists())
 
 
 def mark(region):
@@ -157,21 +158,20 @@ def test_marks_go_through_transformations(way, outside):
 
 
 @pytest.mark.parametrize(
-  ("scope", "dtype", "ends_policy"),
+  ("scope", "end"),
   [
-    ((POLICY_ENDS + "float32",), F32, True),
-    ((POLICY_ENDS + "float16",), F16, True),
-    ((LAYER_ENDS + "bfloat16",), BF16, False),
+    ((POLICY_ENDS + "float32",), End(F32, of_policy=True)),
+    ((POLICY_ENDS + "float16",), End(F16, of_policy=True)),
+    ((LAYER_ENDS + "bfloat16",), End(BF16, of_policy=False)),
     # It is the innermost scope of the one operation that it marks.
-    ((LAYER_ENDS + "bfloat16", POLICY_ENDS + "float32"), F32, True),
-    ((POLICY_ENDS + "float32", "Dense_0"), None, False),
-    (("policy-ends=float32",), None, False),
-    ((), None, False),
+    ((LAYER_ENDS + "bfloat16", POLICY_ENDS + "float32"), End(F32, of_policy=True)),
+    ((POLICY_ENDS + "float32", "Dense_0"), None),
+    (("policy-ends=float32",), None),
+    ((), None),
   ],
 )
-def test_the_innermost_scope_may_mark_an_end(scope, dtype, ends_policy):
-  scope_policy = policy_at(ScopedSettings(HALF, ("Net", *scope)))
-  assert (scope_policy.ends, scope_policy.ends_policy) == (dtype, ends_policy)
+def test_the_innermost_scope_may_mark_an_end(scope, end):
+  assert policy_at(ScopedSettings(HALF, ("Net", *scope))).end == end
 
 
 ENDS = {

@@ -168,6 +168,21 @@ def test_a_model_that_is_not_rewritten_stays_so_in_an_autocast_function(lib, pol
   assert "mpjax." not in jax.jit(call).lower(X).as_text(debug_info=True)
 
 
+@pytest.mark.parametrize("rules", [[], [Rule("mixed_bfloat16", path="one")]], ids=["none", "one"])
+def test_a_rule_for_another_module_changes_nothing_for_a_module_without_a_policy(lib, rules):
+  part = module(lambda m, x: (m.one(x), x + 1)[1], one=parts.dense(8, 8))
+  call = lib.call(part, None, rules)
+
+  def fn(x):
+    result, _ = call(x)
+    return (result * (x @ jnp.ones((8, 8)))).astype(jnp.bfloat16)
+
+  # What such a module returns is an input of the function around, and decides its dtypes.
+  eqns = jax.make_jaxpr(mpjax.autocast(fn))(X).eqns
+  (product,) = (eqn for eqn in eqns if eqn.primitive.name == "mul")
+  assert product.outvars[0].aval.dtype == "float32"
+
+
 def test_an_autocast_function_keeps_its_policies_in_a_model(lib):
   def product(x):
     with jax.named_scope("head"):

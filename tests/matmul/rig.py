@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax._matmul.blocks import BlockRecipe
+from mpjax._matmul.recipes import recipe_of
 from tests import format_oracle
 from tests.autocast.rig import under
 from tests.format_oracle import E4M3, E5M2, normal
@@ -84,7 +84,7 @@ def _in_blocks(x, names, summed, format, is_weight):
   order = sorted(names, key=lambda n: summed.index(n) + 1 if n in summed else -(n == "x"))
   moved = np.transpose(x.astype(np.float64), [names.index(n) for n in order])
   rows = moved.reshape(-1, int(np.prod(moved.shape[len(order) - len(summed) :])))
-  padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % BlockRecipe(format).block)))
+  padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % recipe_of(format).block)))
   if isinstance(format, mpjax.Float8):
     sizes = (128 if is_weight else 1, 128)
     found = format_oracle.float8_blocks(padded, sizes, power_of_two=True)

@@ -12,8 +12,9 @@ from jax import lax
 
 import mpjax
 from mpjax._matmul import block_dot
-from mpjax._matmul.blocks import BlockRecipe, quantise_e4m3, quantise_nvfp4
+from mpjax._matmul.blocks import quantise_e4m3, quantise_nvfp4
 from mpjax._matmul.protocol import Operand
+from mpjax._matmul.recipes import recipe_of
 from tests import format_oracle
 from tests.autocast.rig import under
 from tests.format_oracle import dequantised, normal
@@ -122,7 +123,7 @@ def test_results_are_those_of_jax():
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [mpjax.NVFP4(), BLOCKS["float8 block"]], ids=["nvfp4", "float8"])
 def test_both_passes_round_a_weight_alike(format):
-  recipe, w = BlockRecipe(format), jnp.asarray(normal(0, (1, 128, 256)))
+  recipe, w = recipe_of(format), jnp.asarray(normal(0, (1, 128, 256)))
   forward = recipe.quantise(w, Operand((2,), "weight", "forward"))
   backward = recipe.quantise(w.swapaxes(1, 2), Operand((2,), "weight", "input_grad"))
   one, other = (np.asarray(block_dot.dequantised(*each[:2])) for each in (forward, backward))
@@ -185,7 +186,7 @@ def test_sizes_are_multiples_of_a_block():
     "nvfp4": (48, 40),
     "float8 block": (384, 192),
   }.items():
-    recipe = BlockRecipe(BLOCKS[name])
+    recipe = recipe_of(BLOCKS[name])
     assert recipe.why_not(fits, fits) is None
     assert recipe.why_not(odd, fits) == f"K={odd} is no multiple of {recipe.block}"
     assert recipe.why_not(fits, odd) == f"N={odd} is no multiple of {recipe.block}"
@@ -212,7 +213,7 @@ def test_an_audit_names_the_format_of_groups(format):
 
   args = normal(1, (4, 128, 256)), halves(0, (16, 128)), halves(2, (16, 256))
   audit = mpjax.audit(with_gradients(under(grouped, matmul=format)))(*args)
-  name = f"{BlockRecipe(format).name}, emulated"
+  name = f"{recipe_of(format).name}, emulated"
   assert [(row.dtype, row.reason) for row in audit.formats] == [(name, "")]
   assert f"100.0 % of the matmuls' FLOPs in {name}" in str(audit)
   assert audit.format_share == 1.0

@@ -193,7 +193,7 @@ def test_an_integer_out_of_range_is_told_its_default():
   [
     (Float8Recipe, Int8(), "mpjax.Float8"),
     (Int8Recipe, "int8", "mpjax.Int8"),
-    (BlockRecipe, None, "mpjax.Float8 or mpjax.MXFP8 or mpjax.NVFP4"),
+    (BlockRecipe, None, "mpjax.Float8 or mpjax.MXFP8"),
   ],
 )
 def test_a_recipe_refuses_the_options_of_another_format(recipe, options, expected):
