@@ -374,7 +374,8 @@ def as_skipped(old: LossScaleState, new: LossScaleState) -> LossScaleState:
     old: the numbers before the updates.
     new: the numbers after them.
   """
-  count = new.total - old.total
+  # A count that has stopped says nothing about the number of updates. One is the most likely.
+  count = jnp.where(old.total < INT32_MAX, new.total - old.total, 1)
   return new._replace(
     skipped=sum_of_counts(old.skipped, count),
     consecutive_skips=sum_of_counts(old.consecutive_skips, count),
