@@ -168,10 +168,10 @@ def _called(side: Function, args: Args, kwargs: Kwargs) -> _Called:
 def _check_changes(f: _Called, policy: Policy, models: bool) -> None:
   """Raises if a function in low precision computes the same under a policy as without it."""
   # A function in float32 changes under any policy. Trace it only if it has low precision.
-  plain = Graph(f.call.traced(f.function)[0])
+  plain = Graph(f.call.traced(f.function).program)
   if not lows_of(plain):
     return
-  under_policy = Graph(f.call.traced(_named(f, policy, models))[0])
+  under_policy = Graph(f.call.traced(_named(f, policy, models)).program)
   # Each operation that computes, and the dtypes of its results.
   before, after = (
     [(each.name, [v.dtype for v in each.results]) for each in graph.computing()]

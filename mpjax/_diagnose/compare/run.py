@@ -132,7 +132,8 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
     name: the name of the run.
     names: a function whose arguments have the names of those of `fn`.
   """
-  program, results = call.traced(fn)
+  traced = call.traced(fn)
+  program, results = traced.program, traced.outputs
   # The run is differentiated, so functions with a custom derivative stay one step.
   body = body_of(program, compiled=True, differentiable=True)
   arguments = call.arguments(names)
@@ -142,7 +143,7 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
   # JAX differentiates by floating arguments only. A counter in the first argument is none.
   moving = [i for i in weights if is_inexact(operands[i])]
   # Only a loss has one cotangent to start from.
-  is_loss = bool(moving) and call.returned_loss(program, results)
+  is_loss = bool(moving) and traced.is_loss
   ran, note = _run(body, modules, operands, moving if is_loss else [])
   # One flat mapping of arrays is what `numpy.savez` stores. Prefixes keep the kinds apart.
   arrays = {f"value/{slot}": x for slot, x in ran.seen.items()}

@@ -158,7 +158,7 @@ class Finder:
     call.check_concrete()
     self.arguments = call.arguments(fn)
     self.leaves = call.arrays
-    traced, _ = call.traced(fn)
+    traced = call.traced(fn).program
     self.body = body_of(traced, compiled=True)
     # This graph keeps unused steps: a slope may be all that remains of its operation.
     self.graph = Graph(traced)

@@ -73,13 +73,12 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   """Returns the report of one call; `advance` takes how many operations are done, of how many."""
   call = Call(args, kwargs, "mpjax.ranges(fn)")
   call.check_concrete()
-  program, outputs = call.traced(fn)
+  traced = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
-  is_loss = args and call.returned_loss(program, outputs)
-  if is_loss:
+  if args and traced.is_loss:
     programs = programs_of_gradient(call, fn)
   else:
-    programs = programs_of(program, call.arguments(fn), outputs)
+    programs = programs_of(traced, call.arguments(fn))
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]
