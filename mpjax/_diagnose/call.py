@@ -15,6 +15,7 @@ from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import Path, is_array, leaf_paths
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
+from mpjax._core.wrappers import name_of
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import AUDIT
 from mpjax._policy.audit_record import AuditRecord
@@ -173,7 +174,7 @@ class Call:
       return [x for _, x in results]
 
     # Reports and errors of JAX show the name of the traced function.
-    flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    flat.__name__ = name_of(fn)
     try:
       # The record makes models under a policy mark their modules. NNX modules leave no other scope.
       with AUDIT(AUDIT.value or AuditRecord()):
@@ -228,7 +229,7 @@ def with_model_as_argument(fn: Function, args: Args) -> tuple[Function, Args]:
     return called(*args, **kwargs)
 
   # Reports show the name of the function that the user passed.
-  call.__name__ = getattr(fn, "__name__", type(fn).__name__)
+  call.__name__ = name_of(fn)
   return call, (*bound, *args)
 
 

@@ -12,6 +12,7 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, Function, Kwargs
+from mpjax._core.wrappers import name_of
 from mpjax._diagnose.call import Call, with_model_as_argument
 from mpjax._diagnose.compare.report import CompareReport
 from mpjax._diagnose.compare.rows import compared
@@ -145,7 +146,7 @@ def _check_side(side: object, name: str) -> None:
 
 def _name(side: Side) -> str:
   if callable(side):
-    return getattr(side, "__name__", type(side).__name__)
+    return name_of(side)
   return os.path.basename(os.fspath(side))
 
 

@@ -11,6 +11,7 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._core.wrappers import name_of
 from mpjax._diagnose.call import Argument, Call, Traced, has_backward_pass
 from mpjax._diagnose.expectations import check_float32, lows_of
 from mpjax._diagnose.gradient import gradient_of, positions_of_gradients
@@ -89,7 +90,7 @@ def sensitivity(
   def report(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> SensitivityReport:
     call = Call(args, kwargs, CALL)
     call.check_concrete()
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     if parsed is not None:
       check_float32(Graph(call.traced(fn).program), f"{CALL}(*args)", "function")
       plain, fn = fn, with_models_under(fn, parsed, ())
