@@ -96,7 +96,7 @@ def facts() -> Facts:
   variables = jax.eval_shape(Model().init, jax.random.key(0), tokens)
   apply = mpjax.with_policy(Model(), "p=f32,c=bf16").apply
   call = Call((variables, tokens), {}, is_traced=lambda x: hasattr(x, "dtype"))
-  program, _ = call.traced(apply)
+  program = call.traced(apply).program
   nodes: dict[str, set[str]] = {}
   edges: dict[tuple[str, str], set[tuple[str, str]]] = {}
   params: dict[str, set[tuple[str, str]]] = {}

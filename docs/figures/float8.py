@@ -74,7 +74,7 @@ def facts() -> dict[str, Matmul]:
     return model.apply(variables, x).astype("float32").sum()
 
   call = Call((variables, x), {}, is_traced=lambda x: hasattr(x, "dtype"))
-  program, _ = call.traced(jax.grad(loss_fn))
+  program = call.traced(jax.grad(loss_fn)).program
   found: dict[str, Matmul] = {}
   for each in Graph(program, [each.name for each in call.arguments(loss_fn)]).computing():
     if each.name == "dot_general" and "drawn" in each.where.path.split("/"):

@@ -7,6 +7,11 @@ from typing import Any, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def name_of(fn: object) -> str:
+  """Returns the name of a function, or of the class of a model that is called."""
+  return getattr(fn, "__name__", type(fn).__name__)
+
+
 def wraps(
   fn: Callable[..., Any], updated: Sequence[str] = functools.WRAPPER_UPDATES
 ) -> Callable[[_F], _F]:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from mpjax._core.errors import MpjaxTypeError, flax_errors, kind_of
 from mpjax._core.frameworks import is_nnx_object, is_nnx_variable
 from mpjax._core.leaves import Path, is_array, leaf_paths
 from mpjax._core.types import Args, Array, Class, Function, Kwargs, Leaf, PyTree
+from mpjax._core.wrappers import name_of
 from mpjax._jaxpr.steps import body_of
 from mpjax._policy.active import AUDIT
 from mpjax._policy.audit_record import AuditRecord
@@ -35,16 +36,43 @@ class Argument(NamedTuple):
     return self.keys[self.keys[:1] == ("params",) : -1]
 
 
-class Returned(NamedTuple):
-  """The result of a traced function.
+class Traced(NamedTuple):
+  """A function of the arrays of a call, as it was traced.
 
-  It holds the class of an array instead of the array, since no tracer may outlive its trace
+  It holds the classes of arrays instead of arrays, since no tracer may outlive its trace
   (`jax.checking_leaks`).
+
+  Fields:
+    program: its jaxpr.
+    outputs: the paths of the results of the jaxpr: of what it returned, then of what it wrote.
+    kind: the class of what it returned.
+    structure: the tree of what it returned, whose leaves are `leaves`.
+    leaves: its leaves, with `jax.Array` in place of each array.
+    written: by the position of a result, the position of the traced leaf in place of which it was
+      written, such as the parameter of an NNX model.
   """
 
+  program: ClosedJaxpr
+  outputs: list[Path]
   kind: Class
   structure: PyTree
   leaves: list[Leaf]
+  written: Mapping[int, int]
+
+  @property
+  def is_loss(self) -> bool:
+    """Whether it returned a loss: a floating scalar, or one and aux.
+
+    If it has a backward pass inside, such as the loss of a physics-informed network, only a scalar
+    alone is a loss. A training step returns or writes more.
+    """
+    # A tuple is (loss, aux). Its first result has the path "0".
+    path_of_loss = ("0",) if issubclass(self.kind, tuple) else ()
+    if self.outputs[:1] != [path_of_loss]:
+      return False
+    first = self.program.out_avals[0]
+    is_scalar = first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
+    return is_scalar and (len(self.outputs) == 1 or not has_backward_pass(self.program))
 
 
 class Call:
@@ -53,9 +81,6 @@ class Call:
   Attributes:
     positions: the positions of the traced leaves among all.
     arrays: the traced leaves.
-    returned: the result of the function that was traced last.
-    written: by the position of a result, the position of the traced leaf in place of which the
-      function that was traced last wrote it, such as the parameter of an NNX model.
   """
 
   def __init__(
@@ -71,9 +96,6 @@ class Call:
     # The order holds the leaves of a shared object at each occurrence. Each is traced once.
     self.positions = [i for i in dict.fromkeys(self._order) if is_traced(leaves[i])]
     self.arrays = [leaves[i] for i in self.positions]
-    # This describes the result before the first trace.
-    self.returned = Returned(type(None), None, [])
-    self.written = dict[int, int]()
 
   def with_arrays(self, arrays: Sequence[Leaf]) -> tuple[Args, Kwargs]:
     """Returns the arguments with other arrays instead of the traced leaves."""
@@ -125,9 +147,9 @@ class Call:
         fix="Call it on the host, outside of jax.jit and jax.grad: it computes with their values.",
       )
 
-  def traced(self, fn: Function) -> tuple[ClosedJaxpr, list[Path]]:
-    """Returns the jaxpr of a function of the arrays, and the paths of its results and writes."""
-    paths: list[Path] = []
+  def traced(self, fn: Function) -> Traced:
+    """Traces a function of the arrays."""
+    noted: list[tuple[list[Path], Class, PyTree, list[Leaf], dict[int, int]]] = []
 
     # NNX functions may return nothing and write to their model. The changed leaves are results too.
     def flat(*arrays: Array) -> list[Leaf]:
@@ -136,29 +158,27 @@ class Call:
       returned = fn(*args, **kwargs)
       leaves, structure = jax.tree.flatten(returned)
       leaves = [jax.Array if isinstance(x, jax.Array) else x for x in leaves]
-      self.returned = Returned(type(returned), structure, leaves)
       results = [(path, x) for path, x in _leaves_by_path(returned) if isinstance(x, jax.Array)]
-      self.written.clear()
       # NNX replaces the array of a variable, so a written leaf is another object.
-      old = {id(x) for x in before}
+      old, written = {id(x) for x in before}, dict[int, int]()
       after = [*_leaves_by_path(call)]
       # A function may also add leaves, such as intermediate values. Then places say nothing.
       places = self._order if len(after) == len(before) else [-1] * len(after)
       for i, (path, x) in zip(places, after, strict=True):
         if id(x) not in old and isinstance(x, jax.Array):
           if i in self.positions:
-            self.written[len(results)] = self.positions.index(i)
+            written[len(results)] = self.positions.index(i)
           # Leave out the first two keys, which are the kind and the position or keyword.
           results.append((path[2:], x))
-      paths[:] = [path for path, _ in results]
+      noted.append(([path for path, _ in results], type(returned), structure, leaves, written))
       return [x for _, x in results]
 
     # Reports and errors of JAX show the name of the traced function.
-    flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    flat.__name__ = name_of(fn)
     try:
       # The record makes models under a policy mark their modules. NNX modules leave no other scope.
       with AUDIT(AUDIT.value or AuditRecord()):
-        return jax.make_jaxpr(flat)(*self.arrays), paths
+        return Traced(jax.make_jaxpr(flat)(*self.arrays), *noted[-1])
     except flax_errors("TraceContextError") as error:
       raise MpjaxTypeError(
         self._where,
@@ -166,24 +186,6 @@ class Call:
         got=f"a function that closes over an NNX model and writes to it: {error}",
         fix="Pass the model as an argument: fn = lambda model, x: model(x). A loss takes it first.",
       ) from error
-
-  def returned_loss(self, program: ClosedJaxpr, paths: Sequence[Path]) -> bool:
-    """Whether the function that was traced last returned a loss: a floating scalar, or one and aux.
-
-    If it has a backward pass inside, such as the loss of a physics-informed network, only a scalar
-    alone is a loss. A training step returns or writes more.
-
-    Args:
-      program: the jaxpr that `traced` returned.
-      paths: the paths that it returned.
-    """
-    # A tuple is (loss, aux). Its first result has the path "0".
-    path_of_loss = ("0",) if issubclass(self.returned.kind, tuple) else ()
-    if paths[:1] != [path_of_loss]:
-      return False
-    first = program.out_avals[0]
-    is_scalar = first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
-    return is_scalar and (len(paths) == 1 or not has_backward_pass(program))
 
 
 def has_backward_pass(program: ClosedJaxpr) -> bool:
@@ -227,7 +229,7 @@ def with_model_as_argument(fn: Function, args: Args) -> tuple[Function, Args]:
     return called(*args, **kwargs)
 
   # Reports show the name of the function that the user passed.
-  call.__name__ = getattr(fn, "__name__", type(fn).__name__)
+  call.__name__ = name_of(fn)
   return call, (*bound, *args)
 
 

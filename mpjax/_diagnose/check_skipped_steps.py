@@ -12,7 +12,7 @@ from mpjax._core.errors import MpjaxRuntimeError, MpjaxTypeError, check_int
 from mpjax._core.frameworks import is_nnx_object
 from mpjax._core.leaves import raw_value
 from mpjax._core.types import KeyPath, OptState, Params, PyTree, is_inexact
-from mpjax._optim.find_scale import OwnedScale, find_scale, scales_in
+from mpjax._optim.find_scale import OwnedScale, find_scale, is_damaged, scales_in
 from mpjax._optim.optimizer_trees import differentiated, key_text
 from mpjax._optim.wrappers.leaf_codes import (
   LeafCode,
@@ -74,8 +74,7 @@ def check_skipped_steps(
       raise MpjaxRuntimeError(_WHERE, expected=expected, got=f"one at {nan}", fix=fix)
     return
   scales = np.asarray(scale.state.scale)
-  # Backing off stops at a minimum, so no step makes the scale 0, inf or NaN.
-  if not np.all(np.isfinite(scales) & (scales > 0)):
+  if is_damaged(scale.state):
     expected = "a positive finite loss scale"
     fix = "No step produces this: restore another checkpoint, or call mpjax.states.set_loss_scale."
     raise MpjaxRuntimeError(_WHERE, expected=expected, got=str(scales), fix=fix)

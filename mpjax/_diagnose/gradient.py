@@ -6,7 +6,7 @@ import jax
 
 from mpjax._core.errors import MpjaxTypeError, kind_of
 from mpjax._core.types import Array, Function, Leaf, PyTree, is_inexact
-from mpjax._diagnose.call import Call
+from mpjax._diagnose.call import Call, Traced
 
 
 def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
@@ -23,6 +23,7 @@ def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
       first, _ = call.with_arrays(arrays)
       returned = loss_fn(*first, *args[1:], **kwargs)
       value, *aux = returned if isinstance(returned, tuple) else (returned,)
+      # Only `tune` passes a function that may be no loss.
       if not args or getattr(value, "shape", None) != () or not is_inexact(value):
         raise MpjaxTypeError(
           "mpjax.tune(loss_fn)",
@@ -38,3 +39,9 @@ def gradient_of(loss_fn: Function, scale: float = 1.0) -> Callable[..., PyTree]:
     return jax.value_and_grad(scaled_loss, has_aux=True)(call.arrays)
 
   return gradient
+
+
+def positions_of_gradients(traced: Traced) -> range:
+  """Returns the positions of the gradients among the results of `gradient_of`, as it was traced."""
+  # The results are ((loss, aux), gradients).
+  return range(sum(path[0] == "0" for path in traced.outputs), len(traced.outputs))

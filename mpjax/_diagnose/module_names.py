@@ -44,7 +44,7 @@ def in_models(fn: Function, call: Call) -> InModules | None:
   """Returns a function whose operations are in the modules of its models; None without models."""
   # Try the function as it is: a model that it puts under a policy itself takes no other one.
   for candidate in (fn, with_models(fn, None)):
-    program, _ = call.traced(candidate)
+    program = call.traced(candidate).program
     # A policy marks the modules of a model of Flax. A policy of None changes nothing else.
     if any(scope.startswith(MODULE) for x in Graph(program).operations for scope in x.where.scopes):
       return InModules(candidate, program)

@@ -28,6 +28,9 @@ from mpjax._optim.optimizer_trees import (
 from mpjax._optim.states import MonitorState
 from mpjax._optim.wrapper_checks import check_inner, check_params, check_state
 
+_COUNTS = ("size", "zero_gradients", "updates", "lost_updates")
+"""The counts of a parameter, in the order in which `_count` stacks them."""
+
 
 def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """Wrap an optimizer so that it counts zero gradients and lost updates of each parameter.
@@ -60,10 +63,10 @@ def monitor(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
   def init(params: Params) -> MonitorState:
     # Any single leaf will do in place of the dict of counts.
-    zeros: PyTree = jnp.zeros((4,), jnp.int32)
+    zeros: PyTree = jnp.zeros(len(_COUNTS), jnp.int32)
     if not _stands_for_parameters(params):
       names = [name for name, x in _by_name(params).items() if is_inexact(x)]
-      zeros = {name: jnp.zeros((4,), jnp.int32) for name in names}
+      zeros = {name: jnp.zeros(len(_COUNTS), jnp.int32) for name in names}
     return place_like(params, MonitorState(zeros, inner.init(params)))
 
   def update(
@@ -188,5 +191,4 @@ def monitor_counts(opt_state: OptState) -> dict[str, dict[str, Array]]:
     got = f"{len(states)} that count the same parameters"
     fix = "Pass the state of one optimizer alone."
     raise MpjaxValueError(where, expected=expected, got=got, fix=fix)
-  keys = ("size", "zero_gradients", "updates", "lost_updates")
-  return {path: {key: counts[..., i] for i, key in enumerate(keys)} for path, counts in each}
+  return {path: {key: counts[..., i] for i, key in enumerate(_COUNTS)} for path, counts in each}

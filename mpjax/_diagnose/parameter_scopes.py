@@ -45,15 +45,15 @@ def with_parameter_scopes(fn: Function, evaluate: Evaluate = as_written) -> Func
     # The function is traced once, and the jaxpr with scopes runs instead of the function. The parts
     # of the result that are no arrays come from the trace.
     call = Call(args, kwargs)
-    closed, _ = call.traced(fn)
+    traced = call.traced(fn)
     # Only the first argument holds parameters. The optimizer state repeats their paths, and would
     # name modules too.
     arguments = call.arguments(fn)
     owners = [one.module if one.is_first else () for one in arguments]
-    named = with_scopes(closed, name_by_parameters(Graph(closed), owners))
+    named = with_scopes(traced.program, name_by_parameters(Graph(traced.program), owners))
     results = iter(evaluate(named, arguments, call.arrays))
-    leaves = [next(results) if x is jax.Array else x for x in call.returned.leaves]
-    return call.returned.structure.unflatten(leaves)
+    leaves = [next(results) if x is jax.Array else x for x in traced.leaves]
+    return traced.structure.unflatten(leaves)
 
   return scoped
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from mpjax._core.errors import MpjaxError, unfit_call
 from mpjax._core.frameworks import check_function
 from mpjax._core.types import Args, Function, Kwargs, P
+from mpjax._core.wrappers import name_of
 from mpjax._diagnose.call import with_model_as_argument
 from mpjax._diagnose.tables import WIDTH, paragraph, table
 from mpjax._jaxpr.locations import Source
@@ -125,7 +126,7 @@ class Pending(Generic[P, R]):
 
   @property
   def _name(self) -> str:
-    return getattr(self._fn, "__name__", type(self._fn).__name__)
+    return name_of(self._fn)
 
   @property
   def _call(self) -> str:

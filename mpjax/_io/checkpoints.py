@@ -28,7 +28,7 @@ from mpjax._core.leaves import (
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Array, DType, KeyPath, Leaf, NumpyArray, PyTree, unsigned_like
 from mpjax._io.master_storage import convert_masters, masters_to_convert
-from mpjax._optim.find_scale import scales_in, scaling_states, states_by_path
+from mpjax._optim.find_scale import is_damaged, scales_in, scaling_states, states_by_path
 from mpjax._optim.optimizer_trees import nodes_of
 from mpjax._optim.states import LossScaleState
 
@@ -260,17 +260,15 @@ def restore_like(target: PyTree, restored: PyTree, *, cast: bool = False) -> PyT
 
 def _refuse_damaged_scale(result: PyTree) -> None:
   """Raises if a loss scale in `result` is no positive finite number."""
-  # A dict, as `nnx.to_pure_dict` makes it, holds a state without its class. `scales_in` knows both.
-  states: list[LossScaleState | None] = [*nodes_of(result, LossScaleState)]
-  states += [each.state for each in scales_in(result) if each.node is not each.owner]
+  # The numbers may be restored alone, or be in a dict, as `nnx.to_pure_dict` makes it.
+  states = [*nodes_of(result, LossScaleState), *(each.state for each in scales_in(result))]
   for state in filter(None, states):
     # With a scale of NaN every step would be skipped.
-    scales = np.asarray(raw_value(state.scale))
-    if not np.all(np.isfinite(scales) & (scales > 0)):
+    if is_damaged(state):
       raise MpjaxValueError(
         "mpjax.checkpoints.restore_like(restored)",
         expected="a positive finite loss scale",
-        got=f"{scales}",
+        got=f"{np.asarray(raw_value(state.scale))}",
         fix="The file is damaged: restore another checkpoint, or replace the scale in the tree.",
       )
 

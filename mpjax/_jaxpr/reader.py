@@ -14,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.numpy import finfo
 
 from mpjax._core.errors import REFUSALS
-from mpjax._core.types import DType
+from mpjax._core.types import DType, is_inexact_dtype
 from mpjax._jaxpr.compat import context_of, params_around, shown_by_object
 from mpjax._jaxpr.primitives import NESTED, Holds, facts_of, is_higher_order
 
@@ -33,6 +33,12 @@ def dtype_of(atom: Atom) -> DType | None:
   # A reference to an array has a dtype too. Its memory was created with it, so no cast can change
   # it, and callers must not treat it as an array.
   return atom.aval.dtype if isinstance(atom.aval, ShapedArray) else None
+
+
+def is_inexact_atom(atom: Atom) -> bool:
+  """Whether an atom is an array of floating or complex numbers."""
+  dtype = dtype_of(atom)
+  return dtype is not None and is_inexact_dtype(dtype)
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:

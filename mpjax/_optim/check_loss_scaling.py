@@ -17,14 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._core import errors
 from mpjax._core.frameworks import is_nnx_variable
 from mpjax._core.leaves import Path, is_key, raw_value
 from mpjax._core.trees import in_low_precision, is_none, low_to_float32
 from mpjax._core.types import Args, Array, DType, Function, Kwargs, Leaf, P, PyTree, is_inexact
-from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.locations import Location, is_of_inner_gradient
+from mpjax._jaxpr.reader import dtype_of
+from mpjax._jaxpr.steps import Step, body_of
 from mpjax._optim.find_scale import OwnedScale, refuse_outside, scales_in
 from mpjax._optim.loss_scale import INT32_MAX, NoLossScale, SkipNonfinite, is_label, read_kind
 from mpjax._optim.optimizer_trees import full_like, strong
@@ -142,20 +144,20 @@ def _check_float16(call: "_Call", scales: Sequence[OwnedScale]) -> Location | No
   Returns the place of the first float16 gradient inside of the loss, unless a gradient there is
   scaled.
   """
-  graph = None
+  steps: list[Step] = []
   # A step that fails here may still run as it is. If it fails there too, the user sees that error.
   with contextlib.suppress(*errors.REFUSALS, *errors.flax_errors()):
-    graph = Graph(jax.make_jaxpr(lambda arrays: call.outcome(arrays)[0])(call.arrays))
-  operations = graph.operations if graph else []
-  # A cast to float16 alone computes nothing in float16.
-  computing = [each for each in operations if not each.casts]
-  in_float16 = {x for x in computing if any(y.dtype == np.float16 for y in x.results)}
-  inner = [each for each in operations if is_of_inner_gradient(each.step.name_stack)]
+    program = jax.make_jaxpr(lambda arrays: call.outcome(arrays)[0])(call.arrays)
+    steps += body_of(program).every_step()
+  # A cast to float16 alone computes nothing in float16, and neither does a loop around others.
+  computing = (x for x in steps if x.eqn.primitive is not convert_element_type_p and not x.bodies)
+  in_float16 = {x for x in computing if any(dtype_of(v) == np.float16 for v in x.eqn.outvars)}
+  inner = [x for x in steps if is_of_inner_gradient(x.name_stack)]
   # `mpjax.scaled` multiplies the cotangent with which a backward pass begins. In a trainer it does
   # so by a number, and the optimizer only skips.
   skips = any(one.kind is not NoLossScale for one in scales)
-  scaling = [each for each in operations if each.eqn.primitive is scale_value_p]
-  by_number = {each for each in scaling if not each.eqn.params["divide"]}.difference(inner)
+  scaling = [x for x in steps if x.eqn.primitive is scale_value_p]
+  by_number = {x for x in scaling if not x.eqn.params["divide"]}.difference(inner)
   is_safe = any(one.multiplies for one in scales) or (skips and by_number)
   if in_float16 and not is_safe:
     raise _wrong(
@@ -165,7 +167,7 @@ def _check_float16(call: "_Call", scales: Sequence[OwnedScale]) -> Location | No
       "step, use mpjax.SkipNonfinite() and give it the loss mpjax.scaled(loss_fn, 2.0**15).",
     )
   is_scaled = not set(inner).isdisjoint(scaling)
-  return None if is_scaled else next((x.where for x in inner if x in in_float16), None)
+  return None if is_scaled else next((x.location for x in inner if x in in_float16), None)
 
 
 def _check_skipped_step(

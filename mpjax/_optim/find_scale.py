@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-import optax.contrib
 from jax.core import Tracer
 
 from mpjax._core.errors import (
@@ -53,7 +53,7 @@ from mpjax._optim.states import (
   as_state,
   has_fields_of,
 )
-from mpjax._optim.wrapper_checks import refuse_around_masters
+from mpjax._optim.wrapper_checks import PICKS_PARTS, refuse_around_masters
 
 T = TypeVar("T")
 
@@ -487,12 +487,8 @@ def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str
     raise MpjaxTypeError(where, expected=expected, got=f"one that holds {got}", fix=fix)
 
 
-_HARMLESS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
-"""The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
-
-
 def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
-  """Raises if a scale is inside of the state of a wrapper not known to be harmless there.
+  """Raises if a scale is inside of the state of a wrapper that may do more than pick parts.
 
   With `chains` a tuple is the state of a chain: nothing beside the scale may keep a state.
   """
@@ -502,7 +498,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
   parts = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
   got = ""
   # A wrapper of optax around the scale: `MultiSteps` would add the NaN of an overflow to its sum.
-  if type(tree).__module__.startswith("optax.") and not isinstance(tree, _HARMLESS):
+  if type(tree).__module__.startswith("optax.") and not isinstance(tree, PICKS_PARTS):
     got = f"one inside of the state optax.{type(tree).__name__}"
   elif chains and type(tree) in (tuple, collections.OrderedDict):
     got = _beside_in_chain(parts)
@@ -516,6 +512,12 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
     raise MpjaxTypeError(where, expected=expected, got=got, fix=fix)
   for part in parts:
     refuse_outside(part, where, chains=chains)
+
+
+def is_damaged(state: LossScaleState) -> bool:
+  """Whether the scale of a concrete state is no positive finite number, which no step makes it."""
+  scales = np.asarray(raw_value(state.scale))  # several, if the state is vmapped
+  return not np.all(np.isfinite(scales) & (scales > 0))
 
 
 def _is_scaled(tree: PyTree) -> bool:

@@ -271,7 +271,7 @@ def _kind_in(label: str) -> str:
 _NO_COUNTERS = ("scale", "hysteresis", "first_bad", "finite")
 
 COUNTERS = tuple(field for field in LossScaleState._fields if field not in _NO_COUNTERS)
-"""The fields that start at 0, and that `loss_scaling_metrics` returns by their names."""
+"""The fields that `loss_scaling_metrics` returns by their names."""
 
 
 def init_scale(config: LossScale) -> ScaleState:
@@ -286,13 +286,13 @@ def init_scale(config: LossScale) -> ScaleState:
       hysteresis = 0
     case DynamicLossScale():
       scale, hysteresis = config.init_scale, config.hysteresis
-  # One array per counter: two leaves that share a buffer cannot both be donated.
-  counters = {field: jnp.asarray(0, jnp.int32) for field in (*COUNTERS, "first_bad")}
-  return LossScaleState(
+  # All others start at 0. Each has an array of its own, since two leaves that share a buffer cannot
+  # both be donated.
+  zeros = LossScaleState(*(jnp.asarray(0, jnp.int32) for _ in LossScaleState._fields))
+  return zeros._replace(
     scale=jnp.asarray(scale, jnp.float32),
     hysteresis=jnp.asarray(hysteresis, jnp.int32),
     finite=jnp.asarray(True, jnp.bool_),
-    **counters,
   )
 
 
@@ -374,7 +374,8 @@ def as_skipped(old: LossScaleState, new: LossScaleState) -> LossScaleState:
     old: the numbers before the updates.
     new: the numbers after them.
   """
-  count = new.total - old.total
+  # A count that has stopped says nothing about the number of updates. One is the most likely.
+  count = jnp.where(old.total < INT32_MAX, new.total - old.total, 1)
   return new._replace(
     skipped=sum_of_counts(old.skipped, count),
     consecutive_skips=sum_of_counts(old.consecutive_skips, count),

@@ -191,8 +191,11 @@ def refuse_integers(params: Params, where: str) -> None:
     raise MpjaxTypeError(where, expected="floating parameters", got=listed(integers), fix=fix)
 
 
+PICKS_PARTS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
+"""The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
+
 _KEEPS_UPDATES = (
-  *(optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState),
+  *PICKS_PARTS,
   *(optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState),
   *(optax.MultiStepsState, optax.ApplyIfFiniteState, optax.ConditionallyMaskState),
 )

@@ -22,7 +22,7 @@ from mpjax._core.leaves import raw_value, set_raw_value
 from mpjax._core.trees import pick, same_objects, tree_differences
 from mpjax._core.types import Array, P, PyTree
 from mpjax._optim.find_scale import OwnedScale, scales_in, store_scale
-from mpjax._optim.loss_scale import UPDATE_OBSERVER, as_skipped
+from mpjax._optim.loss_scale import INT32_MAX, UPDATE_OBSERVER, as_skipped
 from mpjax._optim.states import LossScaleState
 from mpjax.nnx._link import model_of
 
@@ -96,7 +96,7 @@ def atomic_step(step: Callable[P, R]) -> Callable[P, R]:
     updates = _updates_of(scales, states, _scales_of(arguments), counts)
     applied = jnp.asarray(True)
     for each in updates:
-      applied &= each.new.skipped == each.old.skipped
+      applied &= each.applied
     fix = "Reduce it first, or jax.vmap the entire call: one flag decides for all leaves."
     check_scalar(applied, _WHERE, expected="a scalar flag", fix=fix)
     # 4. Under `nnx.jit` both outcomes are compiled: each variable selects its value. Outside,
@@ -216,6 +216,13 @@ class _Update(NamedTuple):
   after: OwnedScale
   new: LossScaleState
   in_place: bool  # whether the update itself has kept the optimizer's state where it skipped
+
+  @property
+  def applied(self) -> Array:
+    """Whether the step was applied, as far as this scale knows: none of its updates was skipped."""
+    # A count that has stopped at its largest number says nothing. Then the last update decides.
+    is_known = self.old.skipped < INT32_MAX
+    return (self.new.skipped == self.old.skipped) & (is_known | self.new.applied)
 
   @property
   def skipped(self) -> LossScaleState:

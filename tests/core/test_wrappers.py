@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax._core.wrappers import name_of
 
 CASES = {
   "autocast": functools.partial(mpjax.autocast, policy="mixed_float16"),
@@ -33,3 +34,12 @@ def test_a_partial_of_a_loss_can_be_differentiated_like_a_loss(wrap, fixed):
     for differentiate in (jax.value_and_grad, nnx.value_and_grad):
       loss, _ = differentiate(fn)(model, x)
       assert jnp.allclose(loss, loss_fn(model, x, **fixed), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+  ("fn", "name"),
+  [(loss_fn, "loss_fn"), (functools.partial(loss_fn), "partial")],
+  ids=["a function", "a partial"],
+)
+def test_a_function_without_a_name_has_that_of_its_class(fn, name):
+  assert name_of(fn) == name

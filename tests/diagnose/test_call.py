@@ -74,7 +74,7 @@ def test_a_model_of_nnx_that_is_written_to_has_to_be_an_argument():
     with refused(TypeError, "mpjax.", "nothing but its arguments", "BatchStat", fix):
       tool(lambda x: jnp.sum(model(x)))(X)
   call = Call(([model, model], X), {})  # What is shared is one.
-  assert len(call.traced(lambda models, x: models[1](models[0](x)))[0].in_avals) == 5
+  assert len(call.traced(lambda models, x: models[1](models[0](x))).program.in_avals) == 5
 
 
 class Counted(nnx.Module):
@@ -165,7 +165,7 @@ def test_a_call_with_what_is_no_array():
     return {"out": tree["x"] * n, "text": name}
 
   call = Call(({"x": np.ones(2, np.float32), "y": X}, 3), {"name": "a"})
-  program, outputs = call.traced(fn)
+  program, outputs, *_ = call.traced(fn)
   assert outputs == [("out",), ("y",)]
   out, _ = jax.core.eval_jaxpr(program.jaxpr, program.consts, *call.arrays)
   np.testing.assert_array_equal(out, [3, 3])

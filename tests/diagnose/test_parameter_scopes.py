@@ -24,7 +24,7 @@ ROWS = np.linspace(0.1, 1.0, 8, dtype=np.float32).reshape(2, 4)
 
 def matmuls(loss, *args):
   """Returns the modules with matmuls in the gradient of a loss, in order, and their FLOPs."""
-  program, _ = Call(args, {}).traced(gradient_of(with_parameter_scopes(loss)))
+  program = Call(args, {}).traced(gradient_of(with_parameter_scopes(loss))).program
   flops = collections.Counter()
   for matmul, _, each in Graph(program).matmuls():
     flops[matmul.where.path] += each

@@ -992,6 +992,34 @@ mpjax/_diagnose/compare/run.py::record
 + body_of(program, compiled=True)
 ::test_functions_with_derivatives_of_their_own_keep_them
 
+mpjax/_diagnose/compare/rows.py::compared
+
+142 runs of other tokens part at the first module, as if their arguments were equal
+- {name: error.value for name, error in of_arguments.items()} | shares
++ {name: error.value for name, error in of_arguments.items()}
+tests/diagnose/compare/test_compare.py::test_saved_runs_of_other_tokens_do_not_part_at_a_module
+
+mpjax/_diagnose/sensitivity/roundings.py::_links
+
+143 the carry of a loop is in float32 only if it is before the first iteration
+- links += [(again, slot) for slot in inputs[i]]
++ pass
+::test_a_carry_is_in_float32_if_it_is_in_one_iteration
+
+mpjax/nnx/_atomic_step.py::_Update.applied
+
+144 a step counts as applied once the count of skipped ones has stopped
+- is_known | self.new.applied
++ True
+::test_a_step_is_skipped_also_where_its_counts_have_stopped
+
+mpjax/_optim/loss_scale.py::as_skipped
+
+145 an update is not taken back once the count of updates has stopped
+- jnp.where(old.total < INT32_MAX, new.total - old.total, 1)
++ new.total - old.total
+::test_an_update_that_no_count_shows_is_taken_back
+
 mpjax/_diagnose/compare/modules.py::_Finder._open
 
 130 two calls of a module in a row count as one

@@ -77,6 +77,20 @@ def test_a_skipped_step_is_a_deleted_one(wrap):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_step_is_skipped_also_where_its_counts_have_stopped(wrap):
+  model, optimizer = training()
+  (scale,) = optimizer.opt_state.loss_scale.values()
+  for count in (scale.total, scale.skipped):
+    count.set_raw_value(jnp.int32(2**31 - 1))
+  step, before = wrap(mpjax.nnx.atomic_step(plain_step)), numbers(model, optimizer)
+  step(model, optimizer, BAD)
+  assert numbers(model, optimizer) == before
+  step(model, optimizer, GOOD)
+  assert numbers(model, optimizer) != before
+
+
+@pytest.mark.slow
 def test_of_two_optimizers_the_one_that_is_updated_decides():
   # The other one has skipped its last step, which was another.
   (model, optimizer), (other, skipped) = training(), training()

@@ -93,6 +93,12 @@ def test_counts_of_updates_that_are_taken_back_saturate():
   assert not skipped.applied
 
 
+def test_an_update_that_no_count_shows_is_taken_back():
+  old = loss_scale.init_scale(mpjax.DynamicLossScale())._replace(total=jnp.int32(LIMIT))
+  skipped = loss_scale.as_skipped(old, old)
+  assert (skipped.skipped, skipped.consecutive_skips, skipped.applied) == (1, 1, False)
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_counters_saturate(finite):
   config = mpjax.DynamicLossScale(growth_interval=LIMIT, init_scale=1)

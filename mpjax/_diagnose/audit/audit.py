@@ -81,7 +81,7 @@ def _report(fn: Function, args: Args, kwargs: Kwargs, _advance: Advance) -> Audi
   record = AuditRecord()
   call = Call(args, kwargs, "mpjax.audit(fn)", is_traced)
   with AUDIT(record):
-    program, _ = call.traced(fn)
+    program = call.traced(fn).program
     arguments = call.arguments(fn)
   graph = Graph(program, [argument.name for argument in arguments])
   parameters = {x.name for x in arguments if x.is_parameter}

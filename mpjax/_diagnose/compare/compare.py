@@ -12,6 +12,7 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_callable
 from mpjax._core.frameworks import framework_of
 from mpjax._core.types import Args, Function, Kwargs
+from mpjax._core.wrappers import name_of
 from mpjax._diagnose.call import Call, with_model_as_argument
 from mpjax._diagnose.compare.report import CompareReport
 from mpjax._diagnose.compare.rows import compared
@@ -47,7 +48,8 @@ def compare(
   Each function runs once, compiled, and returns the outputs of its modules beside its results. The
   report has the relative error of each module in `f` against `g`, the reference, and the first
   module where they part. If both return a scalar loss (or a tuple that begins with one), the
-  cotangents of these outputs and the gradients by the first argument are compared too.
+  cotangents of these outputs and the gradients by the first argument are compared too. Of returned
+  integers and booleans it has the share of elements that differ.
 
   Args:
     f: a function of arrays, such as a loss, a model or a step, or the file of a saved run. An NNX
@@ -144,7 +146,7 @@ def _check_side(side: object, name: str) -> None:
 
 def _name(side: Side) -> str:
   if callable(side):
-    return getattr(side, "__name__", type(side).__name__)
+    return name_of(side)
   return os.path.basename(os.fspath(side))
 
 
@@ -167,10 +169,10 @@ def _called(side: Function, args: Args, kwargs: Kwargs) -> _Called:
 def _check_changes(f: _Called, policy: Policy, models: bool) -> None:
   """Raises if a function in low precision computes the same under a policy as without it."""
   # A function in float32 changes under any policy. Trace it only if it has low precision.
-  plain = Graph(f.call.traced(f.function)[0])
+  plain = Graph(f.call.traced(f.function).program)
   if not lows_of(plain):
     return
-  under_policy = Graph(f.call.traced(_named(f, policy, models))[0])
+  under_policy = Graph(f.call.traced(_named(f, policy, models)).program)
   # Each operation that computes, and the dtypes of its results.
   before, after = (
     [(each.name, [v.dtype for v in each.results]) for each in graph.computing()]

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax._diagnose.compare.run import RanCall, RecordedRun, save
 from mpjax._diagnose.paths import is_inside
-from mpjax._diagnose.report import MOST, Report, Section, rest, some
+from mpjax._diagnose.report import MOST, Report, Section, percent, rest, some
 from mpjax._jaxpr.locations import Direction
 
 FACTOR = 10.0
@@ -84,9 +84,11 @@ class CompareReport(Report):
       before are equal. That needs two runs with equal arguments, on one machine, whose matmuls run
       in one dtype, and no policy, because the rounding of a policy is meant. None if there is
       none.
-    results: the errors of the floating arrays that the functions returned, by path. Integers and
-      booleans are not compared.
-    arguments: the errors of the arguments that differ. Only those of saved runs do.
+    results: the errors of the floating arrays that the functions returned, by path.
+    decisions: for the integers and booleans that they returned, such as masks and indices, the
+      share of elements that differ, by path. Inside of modules only floating values are compared.
+    arguments: the errors of the arguments that differ, or these shares. Only those of saved runs
+      do.
     unmatched: a sentence for each module that one run alone has, or both with other shapes.
     spacing: the distance from 1 to the next number, of the dtype that most matmuls run in, or of
       the compute dtype of the policy. The largest counts.
@@ -107,6 +109,7 @@ class CompareReport(Report):
   rows: tuple[CompareRow, ...]
   first: CompareRow | None
   results: Mapping[str, float]
+  decisions: Mapping[str, float]
   arguments: Mapping[str, float]
   unmatched: tuple[str, ...]
   spacing: float
@@ -196,6 +199,9 @@ class CompareReport(Report):
     ]
     if results:
       lines.append(f"Errors of what they return: {some(results, LISTED)}.")
+    decided = [f"{path} {percent(share)}" for path, share in self.decisions.items() if share]
+    if decided:
+      lines.append(f"Integers and booleans that differ: {some(decided, LISTED)}.")
     if self.arguments:
       differing = [f"{name} {_text(Error(error))}" for name, error in self.arguments.items()]
       lines.append(f"The arguments differ: {some(differing, LISTED)}.")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpjax._core.types import NumpyArray
+from mpjax._core.types import NumpyArray, is_inexact
 from mpjax._diagnose.compare.modules import Loop
 from mpjax._diagnose.compare.report import (
   LISTED,
@@ -67,9 +67,10 @@ def compared(run: RecordedRun, reference: RecordedRun, spacing: float = 0.0) -> 
     unmatched.append(f"{call.path}{call_text(call, numbered)} is only in {reference.name}.")
   placed.sort(key=lambda each: each.first)
 
-  every_argument = errors.of(run.arguments, reference.arguments)
-  arguments = {name: error.value for name, error in every_argument if error.value > 0}
-  results = dict(errors.of(run.results, reference.results))
+  of_arguments, shares = errors.of(run.arguments, reference.arguments)
+  every_argument = {name: error.value for name, error in of_arguments.items()} | shares
+  arguments = {name: error for name, error in every_argument.items() if error > 0}
+  results, decisions = errors.of(run.results, reference.results)
   # Rounding is meant where a policy asks for it, and differs between dtypes and machines.
   is_meant = spacing > 0 or run.spacing != reference.spacing or run.machine != reference.machine
   spacing = max(spacing, run.spacing, reference.spacing)
@@ -84,6 +85,7 @@ def compared(run: RecordedRun, reference: RecordedRun, spacing: float = 0.0) -> 
     rows=tuple(each.row for each in placed),
     first=first,
     results={path: error.value for path, error in results.items()},
+    decisions=decisions,
     arguments=arguments,
     unmatched=tuple(unmatched),
     spacing=spacing,
@@ -111,13 +113,22 @@ class _Errors(NamedTuple):
   run: RecordedRun
   reference: RecordedRun
 
-  def of(self, keys: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, Error]]:
-    """Yields the names and errors of arrays that both runs have."""
+  def of(
+    self, keys: Mapping[str, str], others: Mapping[str, str]
+  ) -> tuple[dict[str, Error], dict[str, float]]:
+    """Returns the errors of arrays that both runs have, and the shares of integers that differ."""
+    errors, shares = dict[str, Error](), dict[str, float]()
     # Only names in both are compared. `unmatched` is about modules.
     for name in keys:
       pair = self._pair(keys[name], others.get(name, ""))
-      if pair is not None and pair[0].shape == pair[1].shape:
-        yield name, _at(relative_errors([pair]), ())
+      if pair is None or pair[0].shape != pair[1].shape:
+        continue
+      if any(map(is_inexact, pair)):
+        errors[name] = _at(relative_errors([pair]), ())
+      else:
+        # The distance of two indices says nothing, such as that of two tokens.
+        shares[name] = float(np.mean(pair[0] != pair[1])) if pair[0].size else 0.0
+    return errors, shares
 
   def rows(self, call: RanCall, other: RanCall) -> Iterator[_Placed]:
     """Yields a row for each iteration of a call that both runs have."""

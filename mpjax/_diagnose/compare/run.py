@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mpjax._core.errors import REFUSALS, MpjaxValueError
+from mpjax._core.leaves import is_key
 from mpjax._core.types import Array, Function, NumpyArray, is_inexact
 from mpjax._diagnose.call import Call, compiled_as_written
 from mpjax._diagnose.compare.modules import MOST, ComparedCall, Loop, Modules, find_modules, most_of
@@ -98,7 +99,7 @@ class RecordedRun(NamedTuple):
     results: the keys of the results, by path.
     spacing: the distance from 1 to the next number of the dtype that most matmuls run in.
     note: why a loss has no gradients; "" if it has, or if the function is no loss.
-    arrays: floating values by key.
+    arrays: the values by key. Those of modules are floating.
     machine: the versions of JAX, the processor and the devices, on which rounding depends.
   """
 
@@ -131,7 +132,8 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
     name: the name of the run.
     names: a function whose arguments have the names of those of `fn`.
   """
-  program, results = call.traced(fn)
+  traced = call.traced(fn)
+  program, results = traced.program, traced.outputs
   # The run is differentiated, so functions with a custom derivative stay one step.
   body = body_of(program, compiled=True, differentiable=True)
   arguments = call.arguments(names)
@@ -141,7 +143,7 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
   # JAX differentiates by floating arguments only. A counter in the first argument is none.
   moving = [i for i in weights if is_inexact(operands[i])]
   # Only a loss has one cotangent to start from.
-  is_loss = bool(moving) and call.returned_loss(program, results)
+  is_loss = bool(moving) and traced.is_loss
   ran, note = _run(body, modules, operands, moving if is_loss else [])
   # One flat mapping of arrays is what `numpy.savez` stores. Prefixes keep the kinds apart.
   arrays = {f"value/{slot}": x for slot, x in ran.seen.items()}
@@ -159,7 +161,7 @@ def record(fn: Function, call: Call, name: str, names: Function = any_function) 
     results={"/".join(("result", *path)): f"result/{i}" for i, path in enumerate(results)},
     spacing=_spacing(program),
     note=note,
-    arrays={key: _on_host(x) for key, x in arrays.items() if is_inexact(x)},
+    arrays={key: _on_host(x) for key, x in arrays.items() if not is_key(x.dtype)},
     machine=_machine(operands),
   )
 
@@ -287,9 +289,10 @@ def _machine(operands: Sequence[Array]) -> str:
 
 def _on_host(x: Array) -> NumpyArray:
   """Returns an array that `numpy.savez` stores: its dtypes have at least 32 bits."""
-  # NumPy cannot load bfloat16 from a file. Float32 holds each bfloat16 and float16 exactly.
+  # NumPy cannot load bfloat16 and int4 from a file. Float32 and int32 hold their numbers exactly.
   host = np.asarray(x)
-  return host.astype(np.float32) if host.dtype.itemsize < 4 else host
+  wide = np.float32 if is_inexact(x) else np.int32
+  return host.astype(wide) if host.dtype.itemsize < 4 else host
 
 
 def _sampled(x: Array, most: int, lead: int = 0) -> Array:

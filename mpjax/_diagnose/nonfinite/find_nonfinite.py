@@ -22,14 +22,14 @@ from mpjax._diagnose.call import Call, compiled_as_written
 from mpjax._diagnose.nonfinite import probes
 from mpjax._diagnose.nonfinite.cause import advice
 from mpjax._diagnose.nonfinite.report import NonfiniteReport, Range
-from mpjax._diagnose.nonfinite.uses import Uses, faults_in, is_inexact, uses_of
+from mpjax._diagnose.nonfinite.uses import Uses, faults_in, uses_of
 from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.paths import rule_paths_of, selector
 from mpjax._diagnose.report import Advance, Pending
 from mpjax._jaxpr.graph import Graph, Operation
 from mpjax._jaxpr.locations import MODULE, Source, lines_of_call
 from mpjax._jaxpr.primitives import Holds
-from mpjax._jaxpr.reader import aval_of, mapped_with
+from mpjax._jaxpr.reader import aval_of, is_inexact_atom, mapped_with
 from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import Body, Step, body_of, pieces_of
 from mpjax._optim.find_scale import scales_in
@@ -158,7 +158,7 @@ class Finder:
     call.check_concrete()
     self.arguments = call.arguments(fn)
     self.leaves = call.arrays
-    traced, _ = call.traced(fn)
+    traced = call.traced(fn).program
     self.body = body_of(traced, compiled=True)
     # This graph keeps unused steps: a slope may be all that remains of its operation.
     self.graph = Graph(traced)
@@ -266,8 +266,8 @@ class Finder:
     # Run its piece once more to see the numbers of the step that broke.
     holds = next(ran for ran in self.runs() if step in ran.piece.steps)
     seen = jax.device_get(holds.piece.shown(step, holds.values))
-    inexact = [(i, v) for i, v in enumerate(step.eqn.invars) if is_inexact(v)]
-    out = next(v for v in step.eqn.outvars if is_inexact(v))
+    inexact = [(i, v) for i, v in enumerate(step.eqn.invars) if is_inexact_atom(v)]
+    out = next(v for v in step.eqn.outvars if is_inexact_atom(v))
     # `FirstProbe` returns rows in the same order.
     named = [*((f"operand {i}", v) for i, v in inexact), ("result", out), ("in float32", out)]
     *operands, result, in_float32 = (

@@ -24,12 +24,11 @@ from mpjax._diagnose.nonfinite.uses import (
   can_break,
   effect_of,
   faults_in,
-  is_inexact,
   newly_nonfinite,
 )
 from mpjax._jaxpr.compat import bind
 from mpjax._jaxpr.in_float32 import is_low, results_in_float32
-from mpjax._jaxpr.reader import shape_of
+from mpjax._jaxpr.reader import is_inexact_atom, shape_of
 from mpjax._jaxpr.runner import Enclosing, Observer
 from mpjax._jaxpr.steps import Body, Step
 
@@ -50,7 +49,7 @@ class FlagProbe(Observer):
     steps = [step for step in body.every_step() if can_break(step)]
     pairs = [pair for step in steps for pair in zip(step.outs, step.eqn.outvars, strict=True)]
     covered = [slot for slot in (*body.inputs, *body.consts) if slot in arguments]
-    covered += [slot for slot, v in pairs if is_inexact(v)]
+    covered += [slot for slot, v in pairs if is_inexact_atom(v)]
     # From each argument and each result that may break to its sentinel.
     self.sentinels = {slot: ends.get(slot, slot) for slot in covered}
     self.flag_of = {slot: i for i, slot in enumerate(dict.fromkeys(self.sentinels.values()))}
@@ -106,7 +105,7 @@ def _ends(top: Body) -> dict[int, int]:
         operands = step.ins[:1]  # 1 / inf is 0, so a divisor is not passed on.
       slots = [slot for slot in operands if isinstance(slot, int)]
       # An empty result is finite, whatever its operands are.
-      if slots and is_inexact(step.eqn.outvars[0]) and 0 not in shape_of(step.eqn.outvars[0]):
+      if slots and is_inexact_atom(step.eqn.outvars[0]) and 0 not in shape_of(step.eqn.outvars[0]):
         # A value with several consumers takes the last assignment, which is its first consumer.
         ends.update(dict.fromkeys(slots, ends.get(step.outs[0], step.outs[0])))
   return ends
@@ -181,7 +180,7 @@ class FirstProbe(Observer):
   def nothing(self) -> Seen:
     # The number, an iteration for each nested loop, and the device.
     first = jnp.asarray([NONE] + [-1] * (self.uses.top.depth + 1), jnp.int32)
-    count = 0 if self.shown is None else sum(map(is_inexact, self.shown.eqn.invars)) + 2
+    count = 0 if self.shown is None else sum(map(is_inexact_atom, self.shown.eqn.invars)) + 2
     return Seen(first, jnp.zeros((), jnp.int32), [row_of(jnp.zeros(()))] * count, {})
 
   def merge(self, one: Seen, other: Seen) -> Seen:
@@ -250,7 +249,7 @@ class FirstProbe(Observer):
       none = jnp.asarray(NONE, jnp.int32)
       operands = [*ins]
       for i, (number, v) in enumerate(zip(numbers, step.eqn.invars, strict=True)):
-        if is_inexact(v):
+        if is_inexact_atom(v):
           # Compute it from the operand, so that it is on the same devices.
           empty = jnp.where(~jnp.isfinite(jnp.asarray(ins[i])), none, none)
           operands[i] = empty if number is None else number
@@ -260,7 +259,7 @@ class FirstProbe(Observer):
       # A finite maximum has discarded the inf.
       carried = [jnp.where(~jnp.isfinite(outs[0]) | (effect != "chooses"), first, NONE)]
     for slot, v, number in zip(step.outs, step.eqn.outvars, carried, strict=True):
-      if is_inexact(v):
+      if is_inexact_atom(v):
         # An argument that is returned as it came breaks nothing.
         is_returned = effect == "chooses" and slot in self.uses.outputs
         number = jnp.where((number < 0) & is_returned, NONE, number)
@@ -269,10 +268,10 @@ class FirstProbe(Observer):
   def _show(self, step: Step, ins: Sequence[Any], outs: Sequence[Array], mask: Array) -> None:
     """Takes the numbers of a step, of whose first result some elements broke."""
     # Only the first floating result is shown.
-    position = next(i for i, v in enumerate(step.eqn.outvars) if is_inexact(v))
+    position = next(i for i, v in enumerate(step.eqn.outvars) if is_inexact_atom(v))
     pairs = zip(ins, step.eqn.invars, strict=True)
     result = outs[position]
-    values = [*(jnp.asarray(x) for x, v in pairs if is_inexact(v)), result, result]
+    values = [*(jnp.asarray(x) for x, v in pairs if is_inexact_atom(v)), result, result]
     # Run the step in float32 as well, to see whether low precision is at fault.
     if any(map(is_low, values)):
       wide = results_in_float32(step.eqn, [*map(low_to_float32, ins)])

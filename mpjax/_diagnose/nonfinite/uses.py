@@ -9,12 +9,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import primitives as p
 
 from mpjax._core.types import Array
 from mpjax._jaxpr.primitives import facts_of
-from mpjax._jaxpr.reader import Atom, aval_of, shape_of
+from mpjax._jaxpr.reader import aval_of, is_inexact_atom, shape_of
 from mpjax._jaxpr.steps import Body, Step
 
 Effect: TypeAlias = Literal[
@@ -34,13 +33,6 @@ Effect: TypeAlias = Literal[
 ELEMENTWISE: Collection[Effect] = ("each", "factor", "casts")
 
 
-def is_inexact(atom: Atom) -> bool:
-  """Whether a value holds floating or complex numbers."""
-  # A reference to memory that is written in place has a dtype too, and is no array.
-  array = isinstance(atom.aval, ShapedArray)
-  return array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
-
-
 def effect_of(step: Step) -> Effect:
   """Returns the effect of a step on inf and NaN: the first one that applies."""
   primitive, facts = step.eqn.primitive, facts_of(step.eqn)
@@ -56,7 +48,7 @@ def effect_of(step: Step) -> Effect:
     return "chooses"
   # A cast from or to integers cannot keep inf and NaN.
   if primitive is p.convert_element_type_p:
-    is_cast = is_inexact(step.eqn.invars[0]) and is_inexact(step.eqn.outvars[0])
+    is_cast = is_inexact_atom(step.eqn.invars[0]) and is_inexact_atom(step.eqn.outvars[0])
     return "casts" if is_cast else "all"
   # A gather may fill in numbers of its own.
   if facts.moves and primitive is not p.gather_p:
@@ -73,7 +65,7 @@ def can_break(step: Step) -> bool:
   """Whether a step may make an inf or a NaN of finite numbers, or a NaN of an inf."""
   eqn, facts = step.eqn, facts_of(step.eqn)
   # The steps inside of a loop are looked at themselves.
-  if step.bodies or not any(map(is_inexact, eqn.outvars)):
+  if step.bodies or not any(map(is_inexact_atom, eqn.outvars)):
     return False
   # An index out of bounds fills in NaN in this mode.
   if eqn.primitive is p.gather_p:
@@ -96,7 +88,7 @@ def newly_nonfinite(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> 
   # An operand may be an integer, which is always finite.
   was_nan = was_bad = jnp.asarray(False)
   for x, v in zip(ins, step.eqn.invars, strict=True):
-    if is_inexact(v):
+    if is_inexact_atom(v):
       was_nan = was_nan | _reach(step, jnp.isnan(jnp.asarray(x)))
       was_bad = was_bad | _reach(step, ~jnp.isfinite(jnp.asarray(x)))
   # An inf in a sum is a fault even if an operand had it. Only NaN is passed on without blame.
@@ -106,7 +98,7 @@ def newly_nonfinite(step: Step, ins: Sequence[Array], outs: Sequence[Array]) -> 
   return {
     slot: (~jnp.isfinite(out) & ~was_bad) | (jnp.isnan(out) & ~was_nan)
     for slot, out, var in results
-    if is_inexact(var)
+    if is_inexact_atom(var)
   }
 
 
@@ -225,6 +217,6 @@ def _answers(steps: Sequence[Step]) -> Mapping[int, Collection[tuple[int, ...] |
       continue
     for slot, v in zip(step.outs, step.eqn.outvars, strict=True):
       # Only bools and integers carry answers. A float that a `where` selects is a value again.
-      if not is_inexact(v):
+      if not is_inexact_atom(v):
         answers[slot] = shapes | {None if step.bodies else getattr(v.aval, "shape", None)}
   return answers

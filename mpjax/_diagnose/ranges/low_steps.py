@@ -15,7 +15,7 @@ from mpjax._autocast.autocast import autocast
 from mpjax._autocast.scopes import REGION, region_in
 from mpjax._core.leaves import Path
 from mpjax._core.types import Array, Function, is_low_precision
-from mpjax._diagnose.call import Argument, Call
+from mpjax._diagnose.call import Argument, Call, Traced
 from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.parameter_scopes import (
   Evaluate,
@@ -47,31 +47,26 @@ class Programs(NamedTuple):
   low: set[int]
 
 
-def programs_of(
-  program: ClosedJaxpr, arguments: Sequence[Argument], outputs: Sequence[Path]
-) -> Programs:
-  """Returns the steps of a program, and which of them a policy puts in low precision.
-
-  `arguments` describes its arguments. `outputs` are the paths of its results.
-  """
+def programs_of(traced: Traced, arguments: Sequence[Argument]) -> Programs:
+  """Returns the steps of a function, and which of them a policy puts in low precision."""
 
   def rewritten() -> ClosedJaxpr:
     # With a record for an audit, the rewriter keeps the marks.
     with AUDIT(AuditRecord()):
-      run = jax.make_jaxpr(lambda *arrays: _under_policy(program, arguments, arrays))
-      return run(*program.in_avals)
+      run = jax.make_jaxpr(lambda *arrays: _under_policy(traced.program, arguments, arrays))
+      return run(*traced.program.in_avals)
 
-  return _programs(_marked(program), outputs, rewritten)
+  return _programs(_marked(traced.program), traced.outputs, rewritten)
 
 
 def programs_of_gradient(call: Call, loss_fn: Function) -> Programs:
   """Returns the same for the gradient of a loss, of which the policy rewrites the loss."""
 
-  def traced(evaluate: Evaluate) -> tuple[ClosedJaxpr, Sequence[Path]]:
+  def traced(evaluate: Evaluate) -> Traced:
     return call.traced(gradient_of(with_parameter_scopes(loss_fn, evaluate)))
 
-  marked, outputs = traced(lambda program, *operands: as_written(_marked(program), *operands))
-  return _programs(marked, outputs, lambda: traced(_under_policy)[0])
+  marked = traced(lambda program, *operands: as_written(_marked(program), *operands))
+  return _programs(marked.program, marked.outputs, lambda: traced(_under_policy).program)
 
 
 def _programs(

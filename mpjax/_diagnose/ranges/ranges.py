@@ -15,6 +15,7 @@ from mpjax._core.errors import check_call
 from mpjax._core.leaves import changes_nothing
 from mpjax._core.trees import is_floating
 from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray, P
+from mpjax._core.wrappers import name_of
 from mpjax._diagnose.call import Call
 from mpjax._diagnose.gradient import gradient_of
 from mpjax._diagnose.ranges.low_steps import programs_of, programs_of_gradient
@@ -73,19 +74,18 @@ def ranges_of_call(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -
   """Returns the report of one call; `advance` takes how many operations are done, of how many."""
   call = Call(args, kwargs, "mpjax.ranges(fn)")
   call.check_concrete()
-  program, outputs = call.traced(fn)
+  traced = call.traced(fn)
   # A loss alone has no gradients to count, so it is differentiated. A training step has its own.
-  is_loss = args and call.returned_loss(program, outputs)
-  if is_loss:
+  if args and traced.is_loss:
     programs = programs_of_gradient(call, fn)
   else:
-    programs = programs_of(program, call.arguments(fn), outputs)
+    programs = programs_of(traced, call.arguments(fn))
   # The body is not optimized for compilation: every step runs and is counted.
   body = programs.body
   operands = [*map(jnp.asarray, call.arrays)]
   states = [each.state.scale for each in scales_in((args, kwargs)) if each.state is not None]
   counting = plan(body, call.arguments(fn, states), programs.low, programs.outputs)
-  name = getattr(fn, "__name__", type(fn).__name__)
+  name = name_of(fn)
   rows, in_use = _counted(body, operands, counting, advance)
   report = RangesReport(name, rows, in_use)
   # Without a scale there is nothing to reduce, and without an overflow no reason to.

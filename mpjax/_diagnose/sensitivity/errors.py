@@ -31,12 +31,11 @@ from mpjax._diagnose.sensitivity.observers import (
   Recorded,
   Replayed,
   Rounded,
-  is_inexact,
 )
 from mpjax._diagnose.sensitivity.roundings import Key, Places, Rounding, places_of
 from mpjax._jaxpr.in_float32 import is_low, results_widened
 from mpjax._jaxpr.primitives import Holds
-from mpjax._jaxpr.reader import aval_of
+from mpjax._jaxpr.reader import aval_of, is_inexact_atom
 from mpjax._jaxpr.runner import run
 from mpjax._jaxpr.steps import Body, Step, body_of, pieces_of
 
@@ -273,13 +272,15 @@ def _has_derivative(step: Step) -> bool:
   on_devices = any(each.holds is Holds.SHARD_MAP for each in step.enclosing())
   if step.bodies or on_devices:
     return True
-  if not (any(map(is_inexact, step.eqn.invars)) and any(map(is_inexact, step.eqn.outvars))):
+  if not (
+    any(map(is_inexact_atom, step.eqn.invars)) and any(map(is_inexact_atom, step.eqn.outvars))
+  ):
     return True
   types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in map(aval_of, step.eqn.invars)]
   types = [jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_low(x) else x for x in types]
 
   def gradient(*operands: Array) -> Any:
-    inexact = [i for i, v in enumerate(step.eqn.invars) if is_inexact(v)]
+    inexact = [i for i, v in enumerate(step.eqn.invars) if is_inexact_atom(v)]
 
     def total(chosen: Sequence[Array]) -> Array:
       values = [*operands]
@@ -287,7 +288,7 @@ def _has_derivative(step: Step) -> bool:
         values[i] = x
       outs = results_widened(step.eqn, values)
       pairs = zip(outs, step.eqn.outvars, strict=True)
-      return jnp.sum(jnp.stack([jnp.sum(jnp.abs(x)) for x, v in pairs if is_inexact(v)]))
+      return jnp.sum(jnp.stack([jnp.sum(jnp.abs(x)) for x, v in pairs if is_inexact_atom(v)]))
 
     return jax.grad(total)([operands[i] for i in inexact])
 

@@ -20,7 +20,7 @@ from mpjax._diagnose.sensitivity.roundings import RESULT, Key, Places, Rounds
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._jaxpr.in_float32 import is_low, results_widened
 from mpjax._jaxpr.primitives import Holds, facts_of
-from mpjax._jaxpr.reader import dtype_of
+from mpjax._jaxpr.reader import is_inexact_atom
 from mpjax._jaxpr.runner import Enclosing, Observer, run_step
 from mpjax._jaxpr.steps import Body, Step
 from mpjax._matmul.format_rounding import format_rounding_p
@@ -141,7 +141,7 @@ class Replayed(Recorded):
     if step.number not in self.decisions:
       return outs
     # Sorting returns values beside the indices. They differ by their rounding alone.
-    counts = [not is_inexact(v) or step.eqn.primitive in STEPS for v in step.eqn.outvars]
+    counts = [not is_inexact_atom(v) or step.eqn.primitive in STEPS for v in step.eqn.outvars]
     others = self.decisions[step.number]
     differ = [a != b for a, b, counted in zip(outs, others, counts, strict=True) if counted]
     shares = [jnp.mean(x, dtype=jnp.float32) for x in differ if x.size]
@@ -161,7 +161,7 @@ class Perturbed(InFloat32):
     # The derivatives of a move and of a matmul are finite.
     if not (facts.moves or facts.flops or step.eqn.primitive is p.convert_element_type_p):
       pairs = zip(ins, step.eqn.invars, strict=True)
-      ins = [_with_finite_cotangent(x) if is_inexact(v) else x for x, v in pairs]
+      ins = [_with_finite_cotangent(x) if is_inexact_atom(v) else x for x, v in pairs]
     return super().results_of(step, ins)
 
   def bound(self, step: Step) -> int | None:
@@ -251,7 +251,7 @@ class Finite(Recorded):
 
   def results_of(self, step: Step, ins: Sequence[Any]) -> list[Any]:
     outs = super().results_of(step, ins)
-    inexact = [x for x, v in zip(outs, step.eqn.outvars, strict=True) if is_inexact(v)]
+    inexact = [x for x, v in zip(outs, step.eqn.outvars, strict=True) if is_inexact_atom(v)]
     if inexact:
       self.seen[step.number] = jnp.stack([jnp.all(jnp.isfinite(x)) for x in inexact])
     return outs
@@ -262,18 +262,13 @@ class Finite(Recorded):
 
 def decides(step: Step) -> bool:
   """Whether a step has results without a derivative that depend on floating operands."""
-  if step.bodies or not any(map(is_inexact, step.eqn.invars)):
+  if step.bodies or not any(map(is_inexact_atom, step.eqn.invars)):
     return False
   # The pivots of a factorization belong to the factors that are returned with them.
   if facts_of(step.eqn).acts_as == "linear algebra":
     return False
-  return step.eqn.primitive in STEPS or not all(map(is_inexact, step.eqn.outvars))
+  return step.eqn.primitive in STEPS or not all(map(is_inexact_atom, step.eqn.outvars))
 
 
 STEPS = frozenset((p.floor_p, p.ceil_p, p.round_p, p.sign_p))
 """Functions that are constant between steps."""
-
-
-def is_inexact(atom: Any) -> bool:
-  dtype = dtype_of(atom)
-  return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -6,7 +6,7 @@ The program is traced under its policy, so that the rewriter alone decides what 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -101,16 +101,51 @@ def places_of(body: Body, kept: Callable[[Step], bool], bounds: Mapping[int, int
     kept: says which of them are in float32 instead.
     bounds: the numbers of iterations of its `while` loops, by the number of the step.
   """
-  finder = _Finder(kept, bounds)
-  finder.read_body(body, {}, ())
+  finder = _Finder(kept, bounds, _unrounded(body, kept))
+  finder.read_body(body, ())
   return finder.places
+
+
+def _unrounded(body: Body, kept: Callable[[Step], bool]) -> set[int]:
+  """Returns the values in low precision that are in float32, because of the steps that are kept."""
+  found, size = set[int](), -1
+  # A loop carries a value back to its first step. Values are only added, so this ends. A carry that
+  # is in float32 in one iteration is so in all, because it has one type.
+  while len(found) > size:
+    size = len(found)
+    for step in body.every_step():
+      low = [slot for slot, v in zip(step.outs, step.eqn.outvars, strict=True) if is_low(v.aval)]
+      if step.bodies:
+        found.update(target for source, target in _links(step) if source in found)
+      elif kept(step) or (not found.isdisjoint(step.reads) and not _rounded_by(step, found)[1]):
+        found.update(low)
+  return found
+
+
+def _links(step: Step) -> list[tuple[int, int]]:
+  """Returns pairs of a value and what it is inside of a loop or a branch, or outside of it."""
+  links: list[tuple[Any, int]] = []
+  inputs: dict[int, list[int]] = {}
+  for inner, body in zip(step.inner, step.bodies, strict=True):
+    for i, slot in zip(inner.operands or (), body.inputs, strict=False):
+      links.append((step.ins[i], slot))
+      inputs.setdefault(i, []).append(slot)
+  for inner, body in zip(step.inner, step.bodies, strict=True):
+    # What an iteration returns is what all bodies take next, also the condition of a `while`.
+    for i, again in zip(inner.carried, body.outputs, strict=False):
+      links += [(again, slot) for slot in inputs[i]]
+    if inner.returns:
+      links += zip(body.outputs, step.outs, strict=True)
+  return [(source, target) for source, target in links if isinstance(source, int)]
 
 
 class _Finder:
   """Reads the steps of a program once, in order, and notes where it rounds."""
 
-  def __init__(self, kept: Callable[[Step], bool], bounds: Mapping[int, int]) -> None:
-    self.kept = kept
+  def __init__(
+    self, kept: Callable[[Step], bool], bounds: Mapping[int, int], unrounded: Collection[int]
+  ) -> None:
+    self.kept, self.unrounded = kept, unrounded
     self.places = Places({}, {}, {}, bounds)
     # One value that is cast twice has the same error both times, so it is one rounding. By value
     # and format: the key of the first cast.
@@ -121,51 +156,29 @@ class _Finder:
     self._origins: dict[int, int] = {}
     self._depths: dict[int, int] = {}
 
-  def read_body(
-    self, body: Body, inputs: Mapping[int, bool], around: tuple[int, ...]
-  ) -> list[bool]:
-    """Notes the roundings of a body, and returns which of its results are rounded already.
-
-    Args:
-      body: a list of steps.
-      inputs: by value, whether it is a number of its own low-precision format.
-      around: the numbers of iterations of the loops around it.
-    """
-    rounded = dict(inputs)
+  def read_body(self, body: Body, around: tuple[int, ...]) -> None:
+    """Notes the roundings of a body; `around` has the iterations of the loops around it."""
     for step in body.steps:
       depth = len(around) if step.bodies else self._depth(step.ins)
       self._depths.update(dict.fromkeys(step.outs, depth))
-      of_ins = _are_rounded(step.ins, rounded)
       if step.bodies:
-        outs = self._read_bodies(step, of_ins, around)
-      elif self.kept(step):
-        outs = [False] * len(step.outs)
-      else:
-        added, is_rounded = _rounded_by(step, of_ins)
-        for operand, format in added:
+        self._read_bodies(step, around)
+      elif not self.kept(step):
+        for operand, format in _rounded_by(step, self.unrounded)[0]:
           self._add(step, operand, format, around)
-        outs = [is_rounded] * len(step.outs)
-      rounded.update(zip(step.outs, outs, strict=True))
-    return _are_rounded(body.outputs, rounded)
 
-  def _read_bodies(self, step: Step, of_ins: Sequence[bool], around: tuple[int, ...]) -> list[bool]:
-    """Reads what is inside of a step, and returns which of its results are rounded already."""
+  def _read_bodies(self, step: Step, around: tuple[int, ...]) -> None:
+    """Notes the roundings inside of a step."""
     inside = (*around, *self._iterations(step))
-    results: list[list[bool]] = []
     for inner, body in zip(step.inner, step.bodies, strict=True):
-      operands = inner.operands or ()
       self._depths.update(dict.fromkeys(body.inputs, len(inside)))
       # The constants of a loop come before its carry.
-      for slot, i in zip(body.inputs, operands[: inner.carry.start], strict=False):
+      for slot, i in zip(body.inputs, (inner.operands or ())[: inner.carry.start], strict=False):
         outside = step.ins[i]
         self._depths[slot] = self._depth([outside])
         if isinstance(outside, int):
           self._origins[slot] = self._origins.get(outside, outside)
-      # A carry is taken for what it is at the first iteration.
-      taken = dict(zip(body.inputs, [of_ins[i] for i in operands], strict=False))
-      results.append(self.read_body(body, taken, inside))
-    returned = [x for x, inner in zip(results, step.inner, strict=True) if inner.returns]
-    return [all(x) for x in zip(*returned, strict=True)]
+      self.read_body(body, inside)
 
   def _iterations(self, step: Step) -> tuple[int, ...]:
     """Returns the number of iterations of a loop; () for a step that runs its bodies once."""
@@ -192,33 +205,27 @@ class _Finder:
     return max((self._depths.get(slot, 0) for slot in slots if isinstance(slot, int)), default=0)
 
 
-def _are_rounded(slots: Iterable[Any], rounded: Mapping[int, bool]) -> list[bool]:
-  """Returns which values are numbers of their own format. Literals and constants are."""
-  return [not isinstance(slot, int) or rounded.get(slot, True) for slot in slots]
-
-
-def _rounded_by(step: Step, of_ins: Sequence[bool]) -> tuple[list[tuple[int, Format]], bool]:
+def _rounded_by(step: Step, unrounded: Collection[int]) -> tuple[list[tuple[int, Format]], bool]:
   """Returns what a step rounds, and whether its results are rounded then.
 
   Args:
     step: a step without bodies.
-    of_ins: which operands are numbers of their own low-precision format already.
+    unrounded: the values in low precision that are no numbers of it. Literals and constants are.
 
   Returns:
     The positions of what it rounds, with the formats, and whether each result is a number of its
     own format.
   """
   facts, is_cast = facts_of(step.eqn), step.eqn.primitive is p.convert_element_type_p
+  wide = [i for i, slot in enumerate(step.ins) if isinstance(slot, int) and slot in unrounded]
   # The results are numbers of the format of the operands.
   if not is_cast and (facts.moves or facts.exact or facts.keeps_numbers):
-    return [], all(of_ins)
-  pairs = enumerate(zip(step.eqn.invars, of_ins, strict=True))
-  unrounded = [i for i, (v, is_rounded) in pairs if is_low(v.aval) and not is_rounded]
+    return [], not wide
   widens = is_cast and _widens(step)
   # With an operand in float32, the rules of a policy make all but a matmul float32 too.
-  if unrounded and facts.flops is None and (widens or not is_cast):
+  if wide and facts.flops is None and (widens or not is_cast):
     return [], False
-  added = [(i, _format(dtype_of(step.eqn.invars[i]))) for i in unrounded]
+  added = [(i, _format(dtype_of(step.eqn.invars[i]))) for i in wide]
   if step.eqn.primitive is format_rounding_p:
     rounded = functools.partial(format_rounding_p.bind, **step.eqn.params)
     added.append((RESULT, Format(*format_of(step.eqn), math.inf, rounded)))

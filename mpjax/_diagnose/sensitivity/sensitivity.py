@@ -11,9 +11,10 @@ from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call
 from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
-from mpjax._diagnose.call import Argument, Call, has_backward_pass
+from mpjax._core.wrappers import name_of
+from mpjax._diagnose.call import Argument, Call, Traced, has_backward_pass
 from mpjax._diagnose.expectations import check_float32, lows_of
-from mpjax._diagnose.gradient import gradient_of
+from mpjax._diagnose.gradient import gradient_of, positions_of_gradients
 from mpjax._diagnose.matmul_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._diagnose.module_names import with_models_under
 from mpjax._diagnose.parameter_scopes import name_by_parameters
@@ -89,11 +90,11 @@ def sensitivity(
   def report(fn: Function, args: Args, kwargs: Kwargs, advance: Advance) -> SensitivityReport:
     call = Call(args, kwargs, CALL)
     call.check_concrete()
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     if parsed is not None:
-      check_float32(Graph(call.traced(fn)[0]), f"{CALL}(*args)", "function")
+      check_float32(Graph(call.traced(fn).program), f"{CALL}(*args)", "function")
       plain, fn = fn, with_models_under(fn, parsed, ())
-      if not lows_of(Graph(call.traced(fn)[0])):
+      if not lows_of(Graph(call.traced(fn).program)):
         fn = autocast(plain, parsed)
     program, counted, kind = _traced(fn, call, args, kwargs, advance)
     graph = Graph(program)
@@ -146,9 +147,9 @@ def _traced(
   """
   record = AuditRecord(shows_roundings=True)
   with AUDIT(record):
-    program, outputs = call.traced(fn)
+    traced = call.traced(fn)
   # Steps whose results nothing reads do not run.
-  lows = lows_of(Graph(body_of(program, compiled=True)))
+  lows = lows_of(Graph(body_of(traced.program, compiled=True)))
   # A policy may keep all of a function in float32. Without a policy, nobody asked for less.
   if not lows and "autocast" not in record.uses and not record.modules:
     raise MpjaxValueError(
@@ -157,47 +158,44 @@ def _traced(
       got="one without a value in bfloat16, float16 or float8",
       fix='Pass the policy: mpjax.sensitivity(fn, policy="mixed_bfloat16")(*args).',
     )
-  if args and call.returned_loss(program, outputs):
+  if args and traced.is_loss:
     # Without a scale, the gradients of float16 would underflow.
     has_float16 = any(v.dtype == jnp.float16 for v in lows)
     scale = scale_for_float16(fn, args, kwargs, advance) if has_float16 else 1.0
     with AUDIT(record):
-      program, outputs = call.traced(gradient_of(fn, scale))
-    # The program returns ((loss, aux), gradients).
-    first = sum(path[0] == "0" for path in outputs)
-    counted = dict.fromkeys(range(first, len(outputs)))
+      traced = call.traced(gradient_of(fn, scale))
+    counted = dict.fromkeys(positions_of_gradients(traced))
     kind = "gradient"
   else:
     counted = {}
     # A step has a gradient inside. A residual model, which adds to its argument, has none.
-    if has_backward_pass(program):
-      counted = _updated(Graph(program), call, call.arguments(fn), outputs)
+    if has_backward_pass(traced.program):
+      counted = _updated(traced, call.arguments(fn))
     kind = "update" if counted else "result"
-    counted = counted or dict.fromkeys(range(len(outputs)))
-  types = [aval.dtype for aval in program.out_avals]
+    counted = counted or dict.fromkeys(range(len(traced.outputs)))
+  types = [aval.dtype for aval in traced.program.out_avals]
   counted = {i: j for i, j in counted.items() if jnp.issubdtype(types[i], jnp.inexact)}
-  return program, counted, kind
+  return traced.program, counted, kind
 
 
-def _updated(
-  graph: Graph, call: Call, arguments: Sequence[Argument], outputs: Sequence[Path]
-) -> dict[int, int | None]:
+def _updated(step: Traced, arguments: Sequence[Argument]) -> dict[int, int | None]:
   """Returns the results that are an argument of a training step plus an update, with that argument.
 
   They are the parameters. Averages, such as the moments of Adam, have other scales, so a norm of
   all together would show the errors of the largest alone. The dict is empty if the function is no
   step: it adds nothing to an argument of which it returns a new version.
   """
+  graph = Graph(step.program)
   # By argument, and by result: the position of each leaf, by its path and type.
   taken: dict[str, dict[object, int]] = {}
   for i, (one, value) in enumerate(zip(arguments, graph.arguments, strict=True)):
     name = one.name.removesuffix("/".join(one.keys))
     taken.setdefault(name, {})[one.keys, value.aval.shape, value.dtype] = i
-  new_versions: dict[int, int] = dict(call.written)
+  new_versions: dict[int, int] = dict(step.written)
   # The first key of the path of a result is its number, if the function returns several.
   for depth in (0, 1):
     returned: dict[Path, dict[object, int]] = {}
-    for i, (path, value) in enumerate(zip(outputs, graph.results, strict=True)):
+    for i, (path, value) in enumerate(zip(step.outputs, graph.results, strict=True)):
       key = path[depth:], value.aval.shape, value.dtype
       returned.setdefault(path[:depth], {})[key] = i
     for result in returned.values():

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call, check_value
 from mpjax._core.types import HALVES, Args, Function, Kwargs, NumpyArray, P, is_inexact
 from mpjax._diagnose.audit.not_entered import find_kernels
-from mpjax._diagnose.call import Call
+from mpjax._diagnose.call import Call, Traced
 from mpjax._diagnose.expectations import check_float32, lows_of
-from mpjax._diagnose.gradient import gradient_of
+from mpjax._diagnose.gradient import gradient_of, positions_of_gradients
 from mpjax._diagnose.matmul_formats import (
   FLOAT32_POLICY,
   WIDE_FORMATS,
@@ -177,29 +177,26 @@ def _tuned(
 ) -> TuneReport:
   call.check_concrete()
   args, kwargs = call.with_arrays(call.arrays)
-  check_float32(Graph(call.traced(loss_fn)[0]), f"{CALL}(*args)", "loss")
+  check_float32(Graph(call.traced(loss_fn).program), f"{CALL}(*args)", "loss")
   # A loss has Flax models if a policy for models changes its dtypes.
   with_policy = with_models_under(loss_fn, policies[0], ())
-  has_models = bool(lows_of(Graph(call.traced(with_policy)[0])))
+  has_models = bool(lows_of(Graph(call.traced(with_policy).program)))
   named = with_models_under(loss_fn, None, ()) if has_models else with_parameter_scopes(loss_fn)
   has_float16 = any(each.compute_dtype == jnp.float16 for each in policies)
   scale = scale_for_float16(loss_fn, args, kwargs, advance, goal.headroom) if has_float16 else 1.0
-  low = Graph(call.traced(with_policy if has_models else autocast(named, policies[0]))[0])
+  low = Graph(call.traced(with_policy if has_models else autocast(named, policies[0])).program)
 
-  def gradient_under(policy: Policy, rules: tuple[Rule, ...]) -> tuple[ClosedJaxpr, list[int]]:
-    """Returns the program of the gradient, and the positions of the gradients in its results."""
+  def gradient_under(policy: Policy, rules: tuple[Rule, ...]) -> Traced:
     fn = with_models_under(loss_fn, policy, rules)
     fn = fn if has_models else autocast(named, policy, rules=rules)
     with AUDIT(AuditRecord(shows_roundings=True)):
-      program, outputs = call.traced(gradient_of(fn, scale))
-    # The program returns ((loss, aux), gradients).
-    return program, [*range(sum(path[0] == "0" for path in outputs), len(outputs))]
+      return call.traced(gradient_of(fn, scale))
 
   exact = _gradient(call, gradient_of(named, scale))
   again = _gradient(call, gradient_of(named, scale))
   _check_low(low, policies[0])
   _check_repeats(exact, again, goal.tolerance)
-  rule_paths = rule_paths_of(Graph(call.traced(gradient_of(named, scale))[0]))
+  rule_paths = rule_paths_of(Graph(call.traced(gradient_of(named, scale)).program))
   bound = len(policies) + _CHOICES + 1
   evaluations: list[Evaluation] = []
 
@@ -210,9 +207,9 @@ def _tuned(
     # The base policy needs no rule, so it is the first that some module has.
     policy = next((each for each in policies if each in formats.values()), policies[0])
     rules = rules_for(formats, rule_paths, policy)
-    program, gradients = gradient_under(policy, rules)
-    graph = Graph(program)
-    errors = errors_of(program, [*map(jnp.asarray, call.arrays)], dict.fromkeys(gradients))
+    gradient = gradient_under(policy, rules)
+    graph, counted = Graph(gradient.program), dict.fromkeys(positions_of_gradients(gradient))
+    errors = errors_of(gradient.program, [*map(jnp.asarray, call.arrays)], counted)
     flops = flops_by_format(graph)
     shares = shares_of(flops)
     formats_of_modules: dict[str, tuple[str, ...]] = {}
@@ -249,7 +246,7 @@ def _tuned(
     advance(len(evaluations), bound)
     return evaluation
 
-  flops = _flops_of(Graph(gradient_under(policies[0], ())[0]), rule_paths)
+  flops = _flops_of(Graph(gradient_under(policies[0], ()).program), rule_paths)
   sys.stdout.write(f"tune: {len(flops)} modules, at most {bound} measurements\n")
   plain = measure({})
   if not goal.is_reached(plain):
@@ -369,11 +366,10 @@ def _flops_of(graph: Graph, rule_paths: Mapping[str, str]) -> dict[str, int]:
 
 def _gradient(call: Call, gradient: Function) -> list[NumpyArray]:
   """Traces and runs a gradient in float32; raises unless it is finite and not zero."""
-  program, outputs = call.traced(gradient)
-  loss, *results = jax.device_get(jax.jit(jaxpr_as_fun(program))(*call.arrays))
-  first = sum(path[0] == "0" for path in outputs)
-  found = [x for x in [loss, *results][first:] if is_inexact(x)]
-  norm = norm_of(found)
+  traced = call.traced(gradient)
+  results = jax.device_get(jax.jit(jaxpr_as_fun(traced.program))(*call.arrays))
+  found = [results[i] for i in positions_of_gradients(traced) if is_inexact(results[i])]
+  loss, norm = results[0], norm_of(found)
   if not (math.isfinite(norm) and norm > 0 and np.isfinite(loss)):
     of_gradient = f"one of norm {norm}, of a loss of {float(loss):g}"
     raise MpjaxValueError(

@@ -23,7 +23,7 @@ from mpjax._core.trees import all_finite, check_alike, select, tree_differences
 from mpjax._core.types import Array, OptState, Params, PyTree, Updates
 from mpjax._jaxpr.compat import varying_axes
 from mpjax._optim.find_scale import keep_if_skipped, loss_scaling_metrics, replace_scale
-from mpjax._optim.loss_scale import INT32_MAX
+from mpjax._optim.loss_scale import count_up
 from mpjax._optim.optimizer_trees import as_stored, key_text, nodes_of
 from mpjax._optim.states import LossScaleState, MasterWeightsState
 from mpjax._optim.step.gradients import LossResults, batch_gradients
@@ -139,8 +139,7 @@ def make_train_step(
     # Without `axis_name` in a `shard_map`, each device would decide by its own gradients.
     if skips and not axes:
       _check_decision(opt_state, state.opt_state)
-    step = jnp.minimum(state.step, INT32_MAX - 1) + 1  # Stops at 2^31 - 1 instead of wrapping.
-    new = TrainState(step, params, opt_state, results.model_state, state.rng)
+    new = TrainState(count_up(state.step), params, opt_state, results.model_state, state.rng)
     # In a skipped step, `update_and_apply` has kept parameters and the optimizer's state. The rest
     # of the state is chosen here.
     kept = ("step", "model_state")

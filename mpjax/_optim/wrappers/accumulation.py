@@ -11,6 +11,7 @@ from jax.core import Tracer
 from mpjax._core.errors import REFUSALS, MpjaxTypeError, MpjaxValueError, check_int, check_scalar
 from mpjax._core.types import Array, Grads, OptState, Params, PyTree, Updates
 from mpjax._optim.find_scale import refuse_scale_inside
+from mpjax._optim.loss_scale import count_up
 from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
@@ -104,7 +105,7 @@ def accumulate_gradients(
     like = state.total if params is None else params
     grads = float32_view(align_gradients(updates, like, f"{where}.update(updates)"))
     total = jax.tree.map(jnp.add, state.total, grads)
-    count = jnp.asarray(optax.safe_increment(state.micro_batches))
+    count = count_up(state.micro_batches)
     window = every(state.updates_done) if callable(every) else every
     # A traced number cannot raise. `count >= window` rounds fractions up, and ends windows below 1.
     if not isinstance(window, Tracer) and not (window >= 1 and float(window).is_integer()):
@@ -129,7 +130,7 @@ def accumulate_gradients(
     # The next sum starts from -0.0, since -0.0 + g has the bits of g, also for g = -0.0.
     return new_updates, AccumulationState(
       micro_batches=jnp.where(full, 0, count),
-      updates_done=jnp.where(full, optax.safe_increment(state.updates_done), state.updates_done),
+      updates_done=count_up(state.updates_done, full),
       total=jax.tree.map(lambda t, n: jnp.where(full, n, t), total, nothing_like(total)),
       inner_state=inner_state,
       value=None if value is None else jnp.where(full, jnp.zeros_like(value), value),

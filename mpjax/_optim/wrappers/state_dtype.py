@@ -29,6 +29,7 @@ from mpjax._core.types import (
   Updates,
 )
 from mpjax._optim.find_scale import refuse_scale_inside
+from mpjax._optim.loss_scale import count_up
 from mpjax._optim.optimizer_trees import (
   align_gradients,
   arrays_only,
@@ -155,7 +156,7 @@ def state_dtype(
     # `inner` saw no integers and keys. Give them their leaves back, for `apply_updates`.
     new_updates = merge_updates(grads, new_updates, params)
     # The count is the source of random bits, so equal states give equal steps and no key is needed.
-    steps = jnp.asarray(optax.safe_increment(state.steps)) if stochastic else None
+    steps = count_up(state.steps) if stochastic else None
     return new_updates, _rounded(new, dtypes, containers, steps)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -209,6 +209,42 @@ def test_functions_that_return_anything_have_no_gradients(x, weights):
   assert "cotangent" not in str(report)
 
 
+def test_integers_and_booleans_are_compared_by_the_share_that_differs():
+  scores = jnp.asarray([[0.5, 0.501], [0.25, 1.0], [2.0, 1.0], [0.75, 0.751]])
+
+  def decide(rounds):
+    def fn(scores):
+      scores = rounds(scores)
+      return {"token": jnp.argmax(scores, -1), "mask": scores > 0.5, "rows": len(scores)}
+
+    return fn
+
+  report = mpjax.compare(decide(rounded), decide(lambda x: x))(scores)
+  # In bfloat16 the scores of the first and of the last row are equal, and the first one wins.
+  assert report.decisions == {"result/token": 0.5, "result/mask": 0.125}
+  assert report.results == {}
+  assert "that differ: result/mask 12.5 %, result/token 50.0 %." in " ".join(str(report).split())
+  same = mpjax.compare(decide(rounded), decide(rounded))(scores)
+  assert set(same.decisions.values()) == {0.0}
+  assert "that differ" not in str(same)
+
+
+def test_saved_runs_of_other_tokens_do_not_part_at_a_module(tmp_path):
+  table = jax.random.normal(jax.random.key(0), (4, 3))
+
+  def embed(tokens, key):
+    with jax.named_scope("embed"):
+      return jnp.tanh(table[tokens])
+
+  for name, tokens in (("f", [0, 1, 2]), ("g", [0, 3, 2])):
+    run = mpjax.compare(embed)(jnp.asarray(tokens, jnp.uint8), jax.random.key(0))
+    run.save(tmp_path / name)
+  report = mpjax.compare(tmp_path / "f", tmp_path / "g")()
+  assert report.arguments == {"args[0]": 1 / 3}
+  assert report.results["result"] > 0
+  assert report.first is None
+
+
 def test_a_step_that_differentiates_has_rows_of_its_backward_pass(x, weights):
   def step(at):
     loss_fn = stack(at)

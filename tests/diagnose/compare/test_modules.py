@@ -121,7 +121,7 @@ def test_a_policy_changes_no_module_and_no_shape(name):
   call = Call((params,), {})
   shapes = []
   for version in versions:
-    body = body_of(call.traced(version)[0], compiled=True, differentiable=True)
+    body = body_of(call.traced(version).program, compiled=True, differentiable=True)
     modules = find_modules(body, range(len(body.inputs)))
     shapes.append(
       [

@@ -23,8 +23,7 @@ def computing(eqns):
 
 
 def of_call(call, fn):
-  program, outputs = call.traced(fn)
-  return programs_of(program, call.arguments(fn), outputs)
+  return programs_of(call.traced(fn), call.arguments(fn))
 
 
 def low_in(programs):

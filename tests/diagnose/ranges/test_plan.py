@@ -19,8 +19,7 @@ def planned(fn, *args):
   def run(*leaves):
     return jax.tree.leaves(fn(*jax.tree.unflatten(flat, leaves)))
 
-  program, outputs = call.traced(run)
-  programs = programs_of(program, call.arguments(run), outputs)
+  programs = programs_of(call.traced(run), call.arguments(run))
   return plan(programs.body, inputs, programs.low, [("w",)] * len(programs.outputs))
 
 

@@ -13,7 +13,7 @@ MANY = 4096
 
 
 def errors(fn, *args, **options):
-  program, outputs = Call(args, {}).traced(fn)
+  program, outputs, *_ = Call(args, {}).traced(fn)
   operands = [*map(jnp.asarray, jax.tree.leaves(args))]
   return errors_of(program, operands, dict.fromkeys(range(len(outputs))), **options)
 

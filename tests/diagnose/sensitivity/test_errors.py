@@ -112,7 +112,7 @@ def test_roundings_before_the_first_value_that_is_not_finite():
     y = low(1 + 1e-4 * jnp.abs(x))
     return 1 / (y.astype(jnp.float32) - 1) + low(jnp.sin(x)).astype(jnp.float32)
 
-  program, _ = Call((X,), {}).traced(fn)
+  program = Call((X,), {}).traced(fn).program
   (step,) = before_nonfinite(program, [jnp.asarray(X)], lambda step: False)
   assert step.eqn.primitive.name == "convert_element_type"
   assert errors(fn, X).measured == np.inf

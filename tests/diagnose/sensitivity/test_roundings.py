@@ -76,6 +76,38 @@ def test_an_operation_that_is_kept_in_float32_leaves_the_rounding_to_the_next_ma
   assert kept_steps(found) == {casts, ("dot_general", 0), ("dot_general", -1)}
 
 
+def unrolled(body, x):
+  for _ in range(6):
+    x = body(x)
+  return x
+
+
+W = normal(16, 16, seed=1) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [scan, scan_of_scans, while_loop])
+@pytest.mark.parametrize(
+  ("start", "body"),
+  [(low, lambda c: jnp.tanh(c @ low(W))), (lambda x: jnp.tanh(low(x)), lambda c: (c * c) @ low(W))],
+  ids=["an iteration returns it in float32", "it starts in float32"],
+)
+def test_a_carry_is_in_float32_if_it_is_in_one_iteration(loop, start, body):
+  # Where it is in low precision as well, the next matmul rounds it again, which changes nothing.
+  looped, want = (
+    errors(
+      lambda x, loop=each: loop(body, start(x)),
+      X[None],
+      kept=lambda step: step.eqn.primitive.name == "tanh",
+      projections=1,
+    )
+    for each in (loop, unrolled)
+  )
+  assert ("dot_general", 0) in kept_steps(looped)
+  assert looped.measured == pytest.approx(want.measured, rel=1e-6)
+  assert looped.measured > 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_the_roundoff_is_near_the_mean_error_of_a_rounding(dtype):
   x = np.random.default_rng(0).uniform(1, 2, 10_000).astype(np.float32)
