@@ -126,6 +126,11 @@ def shortened(text: str, most: int) -> str:
   return text[:head] + gap + text[len(text) - (most - len(gap) - head) :]
 
 
+def in_one_line(value: object) -> str:
+  """Returns `repr(value)` in at most 80 characters, since that of a model fills a screen."""
+  return shortened(" ".join(repr(value).split()), 80)
+
+
 def listed(problems: Sequence[str], *, most: int = 20) -> str:
   """Returns all problems in one line; of very many the first, and how many more there are."""
   rest = len(problems) - most

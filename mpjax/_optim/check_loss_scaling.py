@@ -363,6 +363,9 @@ def groups_as_stated(
     if argument not in roots:
       expected = f"positions or names of arguments: {', '.join(map(repr, roots))}"
       raise errors.MpjaxValueError(_STATED, expected=expected, got=repr(argument), fix=_STATE_THEM)
+    # Nothing can change in the statistics of a model that has none.
+    if roots[argument] not in trees and result not in new:
+      continue
     # An entry inside of a result is for the part of the argument that is at the same place there.
     places = [(*roots[argument], *result[n:]) for n in range(len(result) + 1)]
     same = {x: trees.get(x, nothing) & new.get(result, nothing) for x in places}

@@ -17,8 +17,8 @@ NAMES: dict[str, str] = {
   **{"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16"},
   **{"f32": "float32", "fp32": "float32", "full": "float32", "f64": "float64", "fp64": "float64"},
 }
-"""All accepted spellings of a dtype. "float", "double" and None are left out: NumPy reads them as
-float64, and users write them by accident."""
+"""All accepted spellings of a dtype, beside its name in NumPy. "float", "f8" and None are left out:
+NumPy reads them as float64, and users write them by accident."""
 
 _FLOATING = "a floating dtype such as 'float32'"
 
@@ -34,10 +34,6 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
     MpjaxValueError: an unknown name, or float64 without `jax_enable_x64`.
     MpjaxTypeError: the dtype is not floating, or the argument names no dtype.
   """
-  # NumPy would accept the next two, as float64.
-  if isinstance(dtype, str) and dtype in ("float", "double"):
-    fix = "NumPy reads this name as float64; write 'float32' (or 'float64' with jax_enable_x64)."
-    raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
   if dtype is None or dtype is float:
     fix = "NumPy reads it as float64; name the dtype, for example 'float32'."
     raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
@@ -53,6 +49,10 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   if not jnp.issubdtype(parsed, jnp.floating):
     fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
     raise MpjaxTypeError(where, expected=_FLOATING, got=parsed.name, fix=fix)
+  # "f8" and "float" are float64 to NumPy, and float8 and float32 to users who write them.
+  if isinstance(dtype, str) and dtype not in NAMES and dtype != parsed.name:
+    fix = f"NumPy reads this name as {parsed.name}; write 'float32', or another name in full."
+    raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix)
   # Without `jax_enable_x64` JAX would silently use float32 in its place.
   if parsed == np.float64 and jax.dtypes.canonicalize_dtype(parsed) != parsed:
     fix = "Without jax_enable_x64 JAX would give float32; enable it or ask for 'float32'."

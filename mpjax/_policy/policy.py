@@ -13,8 +13,8 @@ from mpjax._core.errors import (
   MpjaxValueError,
   alternatives,
   check_call,
+  in_one_line,
   nearest,
-  shortened,
 )
 from mpjax._core.trees import cast_leaf, is_floating
 from mpjax._core.types import HALF_NAMES, DType, DTypeLike, Leaf, PyTree
@@ -241,7 +241,7 @@ def parse_policy(policy: PolicyLike, where: str, example: str | None = None) -> 
     raise MpjaxTypeError(
       where,
       expected=_EXPECTED,
-      got=shortened(" ".join(repr(policy).split()), 80),
+      got=in_one_line(policy),
       fix=f'Pass a string, such as "{_MIXED.get(name, name)}", or a mpjax.Policy.',
     )
   name = policy.strip()

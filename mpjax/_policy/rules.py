@@ -14,6 +14,7 @@ from mpjax._core.errors import (
   UnmatchedRuleError,
   check_call,
   check_choice,
+  in_one_line,
   nearest,
 )
 from mpjax._core.types import HALVES, Class, DType, Module
@@ -86,8 +87,9 @@ class Rule:
       raise MpjaxTypeError(
         f"mpjax.Rule({names[0]}=...)",
         expected=expected,
-        got=repr(selectors[names[0]]),
-        fix="See mpjax.Rule for what each selector takes, such as module=nn.Dense.",
+        got=in_one_line(selectors[names[0]]),
+        fix="See mpjax.Rule for what each selector takes, such as module=nn.Dense. To select one "
+        "instance, write its path.",
       )
     example = 'The policy comes first: Rule("float32", path="head").'
     parsed = None if policy is None else parse_policy(policy, "mpjax.Rule(policy)", example)
@@ -237,7 +239,7 @@ def parse_rules(rules: Iterable[Rule], where: str) -> tuple[Rule, ...]:
   wrong = [rule for rule in parsed if not isinstance(rule, Rule)] if many else parsed
   if wrong:
     expected, fix = "a sequence of mpjax.Rule", 'Write [mpjax.Rule("float32", path="head")].'
-    raise MpjaxTypeError(where, expected=expected, got=repr(wrong[0]), fix=fix)
+    raise MpjaxTypeError(where, expected=expected, got=in_one_line(wrong[0]), fix=fix)
   return parsed
 
 

@@ -68,6 +68,7 @@ STATED = {
   ),
   "parts elsewhere": ((STATE, T), {"params": T, "new": T}, {"params": 0, "new": 1}, None),
   "fewer arrays": ((STATE,), {"opt": MOMENTS}, 0, {"0": ""}),
+  "no arrays": ((T, {}), (T, {}, NUMBER), (0, 1, None), {"0": "0"}),
 }
 
 
@@ -82,15 +83,17 @@ def test_stated_pairs(kind):
 @pytest.mark.parametrize(
   ("stated", "expected", "got"),
   [
-    ({("0",): 2, ("1",): None}, "names of arguments: 0, 1", "2"),
-    ({("0",): "ema", ("1",): None}, "names of arguments: 0, 1", "'ema'"),
+    ({("0",): 3, ("1",): None}, "names of arguments: 0, 1, 2", "3"),
+    ({("0",): "ema", ("1",): None}, "names of arguments: 0, 1, 2", "'ema'"),
     ({("0",): 1, ("1",): None}, "a new version of argument 1 at 0", "no array there"),
     ({("0", "x"): 0, ("1",): None}, "a new version of argument 0 at 0/x", "no array there"),
     ({("0",): 0}, "an entry for each result", "none for 1"),
+    ({("0",): 2, ("1",): None}, "a new version of argument 2 at 0", "no array there"),
+    ({("2",): 0}, "a new version of argument 0 at 2", "no array there"),
   ],
 )
 def test_pairs_that_do_not_fit_are_refused(stated, expected, got):
-  args, results = (T, W), (T, NUMBER)
+  args, results = (T, W, {}), (T, NUMBER, {})
   with refused(ValueError, "mpjax.check_loss_scaling(returns)", expected, got, "position"):
     groups_as_stated(stated, specs((*args, {})), specs(results), roots_of(args, {}))
 

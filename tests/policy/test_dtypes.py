@@ -53,12 +53,10 @@ NEAR = {
 def test_what_is_no_floating_dtype_is_refused():
   for name, near in NEAR.items():
     check_dtype(name, ValueError, repr(name), f"Did you mean {near}")
-  for value in ("float", "double"):
-    check_dtype(value, ValueError, repr(value), "NumPy reads this name as float64; write 'float32'")
   for value in (None, float):
     check_dtype(value, TypeError, repr(value), "NumPy reads it as float64; name the dtype")
   # What makes them a trap.
-  assert {np.dtype(trap) for trap in ("float", "double", None, float)} == {np.dtype("float64")}
+  assert {np.dtype(trap) for trap in (None, float)} == {np.dtype("float64")}
   never = "Integers, booleans, complex numbers and keys are never cast"
   for value, got in [
     *((name, name) for name in ("int32", "bool", "complex64")),
@@ -70,6 +68,14 @@ def test_what_is_no_floating_dtype_is_refused():
   for value in (3, object(), ["float32"], b"float32x"):
     fix = "Pass a name, a jax.numpy scalar type or a numpy dtype"
     check_dtype(value, TypeError, repr(value), fix)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("name", ["float", "double", "f8", "<f8", "d", "f4", "single", "f2", "e"])
+def test_spellings_of_numpy_are_refused(name, x64, set_flag):
+  set_flag("jax_enable_x64", x64)
+  read = f"NumPy reads this name as {np.dtype(name).name}; write 'float32'"
+  check_dtype(name, ValueError, repr(name), read)
 
 
 @pytest.mark.parametrize("value", ["float64", "f64", "fp64", jnp.float64, np.dtype("float64")])

@@ -232,6 +232,17 @@ def test_selectors_that_select_nothing():
         Rule("float32", **{selector: value})
 
 
+def test_a_model_in_place_of_a_class_or_a_rule_is_named_in_one_line():
+  dense = nn.Dense(3)
+  named = "Dense( # attributes features = 3"
+  assert repr(dense).count("\n") > 9
+  with refused(TypeError, "mpjax.Rule(module=...)", "a class", named, "write its path") as caught:
+    Rule("float32", module=dense)
+  with refused(TypeError, "rules", "a sequence of mpjax.Rule", named, "Write [") as of_rules:
+    parse_rules([dense], "rules")
+  assert "\n" not in f"{caught.value} {of_rules.value}"
+
+
 def test_a_wrong_policy_is_told_as_anywhere_and_a_rule_written_otherwise_is_told_how():
   with refused(ValueError, "mpjax.Rule(policy)", "a preset", "'float61'", "'float16'"):
     Rule("float61", path="a")

@@ -71,14 +71,15 @@ def _of_integers(operation: Operation) -> Iterator[_Loss]:
   if not operation.casts:
     return
   operand = operation.operands[0]
-  is_of_integers = _is_integer(operand) or _is_integer(result)
-  if not is_of_integers or _is_known_and_exact(operand, result):
-    return
   # Rounding to an integer type shows that whole numbers are meant, such as positions.
-  if operand.is_low and _is_integer(result):
+  were_rounded = operand.is_low and _is_integer(result)
+  are_rounded = result.is_low and _is_integer(operand)
+  if not (were_rounded or are_rounded) or _is_known_and_exact(operand, result):
+    return
+  if were_rounded:
     text = f"integers above {_largest_integer(operand)} were rounded before this cast"
     yield operand.dtype, text
-  elif result.is_low and _is_integer(operand):
+  else:
     yield result.dtype, f"integers above {_largest_integer(result)} are rounded"
 
 

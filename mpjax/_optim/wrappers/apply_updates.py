@@ -114,7 +114,7 @@ def apply_updates(
   # A parameter with a master becomes the rounded master: `p + u` in float32 may miss it by a bit.
   # Each leaf folds in its position, since equal leaves must not get equal noise.
   for position, (p, u, m) in enumerate(zip(leaves, jax.tree.leaves(updates), masters, strict=True)):
-    if m is not None and in_low_precision(p):
+    if m is not None:
       new.append(stored(jnp.asarray(m, jnp.float32), p))
     else:
       new.append(_add(p, u, None if key is None else jax.random.fold_in(key, position)))

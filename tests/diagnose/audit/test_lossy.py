@@ -1,5 +1,7 @@
 """Operations in low precision that would be safer in float32."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,13 @@ def test_integers_of_the_code_are_noted_if_the_cast_rounds_them(dtype, most):
   before = f"integers above {most} were rounded before this cast"
   for number, rows in ((most, []), (2 * most, [("convert_element_type", dtype, before)])):
     assert lossy(lambda x, n=number: x[0] * jnp.full(2, n, dtype).astype("int32"), ids) == rows
+
+
+def test_an_integer_that_becomes_complex_causes_no_warning():
+  # `irfft` casts a 0 to a complex number, and NumPy warns if that is made real.
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert not lossy(lambda x: jnp.fft.irfft(jnp.fft.rfft(x), 16), jnp.ones(16))
 
 
 def test_a_causal_convolution_in_low_precision_has_no_note_on_integers():

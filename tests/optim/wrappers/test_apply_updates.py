@@ -277,9 +277,16 @@ def test_from_a_master_with_holes():
     assert found["w"].tolist() == [3.0, 3.0]
     same(found["rest"]["b"], np.float32([1 + 1e-3] * 2))
     same(found["rest"]["h"], np.asarray([1 + 1e-3] * 2, np.float16))
-  # What is float32 is its own master.
-  own = mpjax.apply_updates(jnp.ones(2), jnp.ones(2), with_masters(jnp.full(2, 9.0)))
-  assert own.tolist() == [2, 2]
+
+
+def test_a_float32_copy_of_a_parameter_becomes_its_master():
+  tx = mpjax.master_weights(optax.sgd(2.0**-12))
+  params = jnp.ones(2, "bfloat16")
+  updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+  masters = mpjax.states.master_params(state)
+  assert masters.tolist() == [1 - 2.0**-12] * 2  # between two numbers in bfloat16
+  for copy in (params.astype("float32"), masters):
+    assert mpjax.apply_updates(copy, updates, state).tolist() == masters.tolist()
 
 
 PARAMS = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
