@@ -329,7 +329,7 @@ class Rewriter:
     # the old stacks alive, so no id is reused.
     names: dict[int, NameStack] = {}
     eqns: list[JaxprEqn] = []
-    for eqn in self.eqns:
+    for eqn in _with_products_at_readers(self.eqns):
       stack = eqn.source_info.name_stack
       if id(stack) not in names:
         if self.settings.keeps_marks:
@@ -342,3 +342,23 @@ class Rewriter:
         info = eqn.source_info.replace(name_stack=names[id(stack)])
         eqns.append(eqn.replace(source_info=info))
     return eqns
+
+
+def _with_products_at_readers(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+  """Returns equations with each float32 product right before the equation that reads it first."""
+  # JAX adds the gradients of a value from its last reader to its first. A batch norm squares its
+  # input, and then takes two means. With the square behind the mean of the input, the gradients of
+  # all elements are added before that of this mean, which is one number for many elements. XLA for
+  # GPUs then fuses as with dtypes by hand. In the order of the trace, a ResNet-50 moves 4 % more.
+  readers: dict[Atom, int] = {}
+  for position, eqn in reversed([*enumerate(eqns)]):
+    readers |= dict.fromkeys((v for v in eqn.invars if isinstance(v, Var)), position)
+
+  def place(position: int) -> tuple[int, bool]:
+    eqn = eqns[position]
+    if facts_of(eqn).acts_as == "product" and dtype_of(eqn.outvars[0]) == FLOAT32:
+      # False sorts a product before its reader, which has the same position.
+      return readers.get(eqn.outvars[0], position), False
+    return position, True
+
+  return [eqns[position] for position in sorted(range(len(eqns)), key=place)]

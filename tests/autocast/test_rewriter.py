@@ -280,3 +280,18 @@ def test_equations_keep_their_source_lines_and_scopes():
   assert (ours["dot_general"][0], ours["exp"][0]) == ("first", "second")
   # A cast has the scope of its reader.
   assert ours["convert_element_type"][0] == "first"
+
+
+def test_the_gradient_of_a_mean_is_added_to_that_of_the_square_before_it():
+  # As in a batch norm, whose input is squared before its mean is taken.
+  def loss(w, x):
+    y = x @ w
+    squared = jnp.square(y)
+    return jnp.sum(jnp.exp(jnp.sum(y, 0)) + jnp.sum(squared, 0)) + jnp.sum(y * 3.0)
+
+  program = jax.make_jaxpr(jax.grad(mpjax.autocast(loss, data_argnums=1)))(W, X)
+  eqns = [eqn for eqn, _ in programs.equations(program)]
+  made_by = {v: eqn.primitive.name for eqn in eqns for v in eqn.outvars}
+  *_, last = ([made_by[v] for v in eqn.invars] for eqn in eqns if eqn.primitive.name == "add_any")
+  # A mean has one number for many elements. JAX adds gradients from the last reader to the first.
+  assert last == ["add_any", "broadcast_in_dim"]

@@ -812,6 +812,13 @@ mpjax/_autocast/operations.py::_end
 + False
 ::test_a_float32_result_of_the_policy_is_not_rounded_at_the_end_of_a_layer
 
+mpjax/_autocast/rewriter.py::_with_products_at_readers
+
+146 products stay where they were traced, so a ResNet moves more bytes on a GPU
+- sorted(range(len(eqns)), key=place)
++ range(len(eqns))
+::test_the_gradient_of_a_mean_is_added_to_that_of_the_square_before_it
+
 mpjax/_autocast/rewriter.py::Rewriter.write_as_traced
 
 97 linear algebra of inputs warns
