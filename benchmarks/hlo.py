@@ -161,8 +161,8 @@ class Module:
   def collectives(self) -> dict[str, tuple[int, int]]:
     """Returns how often each collective runs, and the bytes that it returns on one chip.
 
-    The keys are its name and its dtype as JAX calls it: "all-reduce float32". XLA joins small
-    collectives of several dtypes in one, which counts in each.
+    The keys are its name and its dtype as JAX calls it: "all-reduce float32". XLA may join small
+    collectives of several dtypes into one, which then counts once for each dtype.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, times in self.repeats().items():

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   about = "devices, versions and settings, and the policy that fits"
   parser.add_argument("command", choices=["doctor"], help=about)
   parser.parse_args(argv)
-  # The message of JAX says what to do. A traceback would hide it.
+  # The message of JAX names the cause. A traceback would hide it.
   try:
     report = doctor()
   except RuntimeError as error:  # JAX finds no device.

@@ -84,7 +84,8 @@ def with_policy(
     got, fix = not_a_model(model)
   # A function has no list of modules to match rules against before it runs.
   elif unmatched == "raise":
-    # Results are then float32 sums of matmuls under a rule, as with a `float32` output.
+    # Unlike None, "float32" has an output dtype. So a result that is a matmul under a rule is its
+    # float32 sum.
     policy = "float32" if policy is None else policy
     function: Any = autocast(model, policy, ops=ops, rules=rules, data_argnums=data_argnums)
     return function

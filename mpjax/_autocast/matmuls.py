@@ -130,7 +130,7 @@ def _in_low_precision(
   """Writes a matmul in a recipe, with a derivative rule of mpjax, or with the rule of JAX."""
   scope_policy = rewriter.scope_policies(eqn)
   policy, asked = scope_policy.region.policy, scope_policy.asked
-  # Here and not only in `Rewriter.write`, since a rule of mpjax has these parameters inside.
+  # `Rewriter.write` sets them too, but a derivative rule of mpjax holds them inside.
   params = in_precision(eqn.primitive, eqn.params, [low] * len(eqn.invars), asked)
   eqn = eqn.replace(params=params)
   # A float32 result of the policy is the float32 sum of the matmul, perhaps with a bias.

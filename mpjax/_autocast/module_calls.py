@@ -138,7 +138,7 @@ def attempts(
     policy: the policy of the called module.
     path: the path of the module, for the warning.
   """
-  # The region of the module already, so that its own operations need no mark.
+  # Operations without a mark then have the policy of the module, so its own need none.
   state = dataclasses.replace(state, region=Region(policy))
   # Why the body cannot be traced, for the warning; None if another attempt may succeed.
   problem: str | None = None
@@ -218,7 +218,7 @@ def module_call(
   # Float64 is not rewritten, so the arguments of the module are cast.
   is_float64 = policy is not None and policy.compute_dtype.itemsize > FLOAT32.itemsize
   is_whole = resolved.rule is not None and not resolved.rule.rewrite and not initializing
-  # It is `EVERY` inside of a module that is called in the compute dtype.
+  # `casting` is `EVERY` inside of a module that is called in the compute dtype.
   is_cast = is_float64 or is_whole or state.casting == EVERY or type(module) in state.casting
   region = Region(policy)
   # Its own operations run in float32, while the modules inside keep the policy. Its matmuls ask for

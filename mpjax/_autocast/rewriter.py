@@ -347,9 +347,9 @@ class Rewriter:
 def _with_products_at_readers(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
   """Returns equations with each float32 product right before the equation that reads it first."""
   # JAX adds the gradients of a value from its last reader to its first. A batch norm squares its
-  # input, and then takes two means. With the square behind the mean of the input, the gradients of
-  # all elements are added before that of this mean, which is one number for many elements. XLA for
-  # GPUs then fuses as with dtypes by hand. In the order of the trace, a ResNet-50 moves 4 % more.
+  # input before it takes the means of both, so the gradient of the input's mean, one number for
+  # many elements, would be added before that of the square, a number for each. XLA for GPUs fuses
+  # as with dtypes by hand only if it is added last. Else a ResNet-50 moves 4 % more bytes.
   readers: dict[Atom, int] = {}
   for position, eqn in reversed([*enumerate(eqns)]):
     readers |= dict.fromkeys((v for v in eqn.invars if isinstance(v, Var)), position)

@@ -211,7 +211,7 @@ class ScopePolicies:
   """The policy of each equation of a jaxpr, by its scope below the scope of the jaxpr."""
 
   scoped: ScopedSettings
-  # By the id of the name stack, which is kept, so that its id stays unique.
+  # By the id of a name stack. The stack is kept as well, so that no other one gets its id.
   _by_stack: dict[int, tuple[NameStack, ScopePolicy]] = dataclasses.field(default_factory=dict)
 
   def __call__(self, eqn: JaxprEqn) -> ScopePolicy:

@@ -127,7 +127,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def in_one_line(value: object) -> str:
-  """Returns `repr(value)` in at most 80 characters, since that of a model fills a screen."""
+  """Returns `repr(value)` in at most 80 characters, since the repr of a model fills a screen."""
   return shortened(" ".join(repr(value).split()), 80)
 
 

@@ -44,12 +44,13 @@ class Traced(NamedTuple):
 
   Fields:
     program: its jaxpr.
-    outputs: the paths of the results of the jaxpr: of what it returned, then of what it wrote.
-    kind: the class of what it returned.
-    structure: the tree of what it returned, whose leaves are `leaves`.
+    outputs: the paths of the results of the jaxpr: first the arrays that the function returned,
+      then those that it wrote into its arguments.
+    kind: the class of the returned value.
+    structure: the tree of the returned value, whose leaves are `leaves`.
     leaves: its leaves, with `jax.Array` in place of each array.
-    written: by the position of a result, the position of the traced leaf in place of which it was
-      written, such as the parameter of an NNX model.
+    written: for each written result, by its position, the position of the traced leaf that it
+      replaces, such as a parameter of an NNX model.
   """
 
   program: ClosedJaxpr
@@ -63,8 +64,9 @@ class Traced(NamedTuple):
   def is_loss(self) -> bool:
     """Whether it returned a loss: a floating scalar, or one and aux.
 
-    If it has a backward pass inside, such as the loss of a physics-informed network, only a scalar
-    alone is a loss. A training step returns or writes more.
+    A function with a backward pass inside may be a training step, which returns or writes more than
+    its loss. Only if it returns a scalar alone is it a loss, such as that of a physics-informed
+    network.
     """
     # A tuple is (loss, aux). Its first result has the path "0".
     path_of_loss = ("0",) if issubclass(self.kind, tuple) else ()

@@ -330,5 +330,5 @@ def _higher_order(where: str, name: str) -> MpjaxValueError:
 def part_of(eqn: JaxprEqn, ops: OpLists) -> str | None:
   """Returns the part of an equation."""
   part = ops.part_of(eqn.primitive.name, eqn.params)
-  # A `dot_general` may be a multiplication or a sum, which its axes tell.
+  # The axes of a `dot_general` tell whether it is a matmul, a multiplication or a sum.
   return (facts_of(eqn).instead_of_half or part) if part == "half" else part

@@ -127,8 +127,8 @@ class BlockRecipe(FormatRecipe):
     return MEASURED_SKIP["block"] if isinstance(self.options, Float8) else ()
 
   def quantise(self, x: Array, operand: Operand) -> Scaled:
-    # DeepSeek-V3 scales weights in blocks of 128 x 128. So a weight and its transpose are rounded
-    # alike.
+    # DeepSeek-V3 scales weights in blocks of 128 x 128, so that a weight and its transpose are
+    # rounded alike.
     is_square = isinstance(self.options, Float8) and operand.role == "weight"
     return quantise_e4m3(x, self.block if is_square else 1, self.block)
 

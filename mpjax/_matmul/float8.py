@@ -120,8 +120,8 @@ def quantise(x: Array, dtype: DType, axes: Sequence[int] | None, power_of_two: b
 def with_largest(x: Array, axes: Sequence[int] | None) -> tuple[Array, Array]:
   """Returns an array and its largest magnitudes along `axes`, both in float32.
 
-  The magnitudes keep the axes with size 1. With None there is one magnitude, without axes. A CPU
-  may lose a NaN in them, so formats without a NaN look for it themselves.
+  The magnitudes keep the axes with size 1. With None there is one magnitude, without axes. On a
+  CPU the maximum may lose a NaN, so formats whose elements have no NaN look for it themselves.
   """
   largest = jax.lax.reduce_max(jax.lax.abs(x), tuple(range(x.ndim) if axes is None else axes))
   if x.dtype != FLOAT32:

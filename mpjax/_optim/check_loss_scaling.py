@@ -149,7 +149,7 @@ def _check_float16(call: "_Call", scales: Sequence[OwnedScale]) -> Location | No
   with contextlib.suppress(*errors.REFUSALS, *errors.flax_errors()):
     program = jax.make_jaxpr(lambda arrays: call.outcome(arrays)[0])(call.arrays)
     steps += body_of(program).every_step()
-  # A cast to float16 alone computes nothing in float16, and neither does a loop around others.
+  # A cast to float16 computes nothing in float16. The steps of a loop are listed in its place.
   computing = (x for x in steps if x.eqn.primitive is not convert_element_type_p and not x.bodies)
   in_float16 = {x for x in computing if any(dtype_of(v) == np.float16 for v in x.eqn.outvars)}
   inner = [x for x in steps if is_of_inner_gradient(x.name_stack)]
@@ -363,7 +363,7 @@ def groups_as_stated(
     if argument not in roots:
       expected = f"positions or names of arguments: {', '.join(map(repr, roots))}"
       raise errors.MpjaxValueError(_STATED, expected=expected, got=repr(argument), fix=_STATE_THEM)
-    # Nothing can change in the statistics of a model that has none.
+    # The argument and the result are both empty, like the statistics of a model that has none.
     if roots[argument] not in trees and result not in new:
       continue
     # An entry inside of a result is for the part of the argument that is at the same place there.

@@ -488,7 +488,7 @@ def refuse_scale_inside(inner_state: OptState, where: str, *, got: str, fix: str
 
 
 def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
-  """Raises if a scale is inside of the state of a wrapper that may do more than pick parts.
+  """Raises if a scale is inside of a state of optax that does more than pick parts.
 
   With `chains` a tuple is the state of a chain: nothing beside the scale may keep a state.
   """
@@ -515,7 +515,7 @@ def refuse_outside(tree: PyTree, where: str, *, chains: bool = False) -> None:
 
 
 def is_damaged(state: LossScaleState) -> bool:
-  """Whether the scale of a concrete state is no positive finite number, which no step makes it."""
+  """Whether the scale of a concrete state is not a positive finite number. No step causes this."""
   scales = np.asarray(raw_value(state.scale))  # several, if the state is vmapped
   return not np.all(np.isfinite(scales) & (scales > 0))
 

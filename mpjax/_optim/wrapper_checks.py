@@ -192,7 +192,7 @@ def refuse_integers(params: Params, where: str) -> None:
 
 
 PICKS_PARTS = (optax.MaskedState, optax.PartitionState, optax.contrib.SplitRealAndImaginaryState)
-"""The states of those wrappers of optax that count nothing and compute nothing: they pick parts."""
+"""The states of the wrappers of optax that only pick parts of a tree, and count nothing."""
 
 _KEEPS_UPDATES = (
   *PICKS_PARTS,

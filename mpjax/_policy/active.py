@@ -18,7 +18,7 @@ AUTOCAST = jax.make_user_context(None)
 """The compute dtype of the function that is being traced for a rewriting, also float32, or None.
 
 Operations inside that have a policy of their own keep its marks, so that they keep the policy. It
-is no `Region`, which JAX would compare with Python code: see `_Number`.
+is no `Region`, because JAX would compare regions by Python code: see `_Number`.
 """
 
 AUDIT = jax.make_user_context(None)

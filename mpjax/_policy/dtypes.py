@@ -49,7 +49,7 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
   if not jnp.issubdtype(parsed, jnp.floating):
     fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
     raise MpjaxTypeError(where, expected=_FLOATING, got=parsed.name, fix=fix)
-  # "f8" and "float" are float64 to NumPy, and float8 and float32 to users who write them.
+  # NumPy reads "f8" and "float" as float64, but users who write them mean float8 and float32.
   if isinstance(dtype, str) and dtype not in NAMES and dtype != parsed.name:
     fix = f"NumPy reads this name as {parsed.name}; write 'float32', or another name in full."
     raise MpjaxValueError(where, expected=_FLOATING, got=repr(dtype), fix=fix)

@@ -48,8 +48,8 @@ def compare(
   Each function runs once, compiled, and returns the outputs of its modules beside its results. The
   report has the relative error of each module in `f` against `g`, the reference, and the first
   module where they part. If both return a scalar loss (or a tuple that begins with one), the
-  cotangents of these outputs and the gradients by the first argument are compared too. Of returned
-  integers and booleans it has the share of elements that differ.
+  cotangents of these outputs and the gradients by the first argument are compared too. For returned
+  integers and booleans, the report has the share of elements that differ.
 
   Args:
     f: a function of arrays, such as a loss, a model or a step, or the file of a saved run. An NNX

@@ -85,10 +85,11 @@ class CompareReport(Report):
       in one dtype, and no policy, because the rounding of a policy is meant. None if there is
       none.
     results: the errors of the floating arrays that the functions returned, by path.
-    decisions: for the integers and booleans that they returned, such as masks and indices, the
-      share of elements that differ, by path. Inside of modules only floating values are compared.
-    arguments: the errors of the arguments that differ, or these shares. Only those of saved runs
-      do.
+    decisions: the shares of elements that differ in the integers and booleans that the functions
+      returned, such as masks and indices, by path. Inside of modules only floating values are
+      compared.
+    arguments: the errors of the arguments that differ, or the shares of their elements for integers
+      and booleans. Only arguments of saved runs can differ.
     unmatched: a sentence for each module that one run alone has, or both with other shapes.
     spacing: the distance from 1 to the next number, of the dtype that most matmuls run in, or of
       the compute dtype of the policy. The largest counts.

@@ -126,7 +126,7 @@ class _Errors(NamedTuple):
       if any(map(is_inexact, pair)):
         errors[name] = _at(relative_errors([pair]), ())
       else:
-        # The distance of two indices says nothing, such as that of two tokens.
+        # The distance between two indices, such as two tokens, means nothing.
         shares[name] = float(np.mean(pair[0] != pair[1])) if pair[0].size else 0.0
     return errors, shares
 

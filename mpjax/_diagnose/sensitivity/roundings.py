@@ -107,10 +107,10 @@ def places_of(body: Body, kept: Callable[[Step], bool], bounds: Mapping[int, int
 
 
 def _unrounded(body: Body, kept: Callable[[Step], bool]) -> set[int]:
-  """Returns the values in low precision that are in float32, because of the steps that are kept."""
+  """Returns the low-precision values that hold float32 numbers because of the kept steps."""
   found, size = set[int](), -1
-  # A loop carries a value back to its first step. Values are only added, so this ends. A carry that
-  # is in float32 in one iteration is so in all, because it has one type.
+  # Loops carry values back to their first step, so the steps are read until nothing is added. A
+  # carry has one type, so if one iteration returns it in float32, it is in float32 in all.
   while len(found) > size:
     size = len(found)
     for step in body.every_step():
@@ -123,7 +123,7 @@ def _unrounded(body: Body, kept: Callable[[Step], bool]) -> set[int]:
 
 
 def _links(step: Step) -> list[tuple[int, int]]:
-  """Returns pairs of a value and what it is inside of a loop or a branch, or outside of it."""
+  """Returns pairs of a value and the one to which a loop or a branch passes it, in or out."""
   links: list[tuple[Any, int]] = []
   inputs: dict[int, list[int]] = {}
   for inner, body in zip(step.inner, step.bodies, strict=True):
@@ -131,7 +131,7 @@ def _links(step: Step) -> list[tuple[int, int]]:
       links.append((step.ins[i], slot))
       inputs.setdefault(i, []).append(slot)
   for inner, body in zip(step.inner, step.bodies, strict=True):
-    # What an iteration returns is what all bodies take next, also the condition of a `while`.
+    # All bodies take the results of the last iteration, also the condition of a `while`.
     for i, again in zip(inner.carried, body.outputs, strict=False):
       links += [(again, slot) for slot in inputs[i]]
     if inner.returns:
@@ -210,7 +210,8 @@ def _rounded_by(step: Step, unrounded: Collection[int]) -> tuple[list[tuple[int,
 
   Args:
     step: a step without bodies.
-    unrounded: the values in low precision that are no numbers of it. Literals and constants are.
+    unrounded: the low-precision values that hold float32 numbers. Literals and constants are
+      never among them.
 
   Returns:
     The positions of what it rounds, with the formats, and whether each result is a number of its
