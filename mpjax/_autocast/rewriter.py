@@ -345,7 +345,7 @@ class Rewriter:
 
 
 def _with_products_at_readers(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-  """Returns equations with each float32 product right before the equation that reads it first."""
+  """Returns equations with each float32 product right before the first reader in its scope."""
   # JAX adds the gradients of a value from its last reader to its first. A batch norm squares its
   # input before it takes the means of both, so the gradient of the input's mean, one number for
   # many elements, would be added before that of the square, a number for each. XLA for GPUs fuses
@@ -357,8 +357,11 @@ def _with_products_at_readers(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
   def place(position: int) -> tuple[int, bool]:
     eqn = eqns[position]
     if facts_of(eqn).acts_as == "product" and dtype_of(eqn.outvars[0]) == FLOAT32:
-      # False sorts a product before its reader, which has the same position.
-      return readers.get(eqn.outvars[0], position), False
+      reader = readers.get(eqn.outvars[0], position)
+      # Reports follow the operations of a module, so none leaves it.
+      if eqns[reader].source_info.name_stack == eqn.source_info.name_stack:
+        # False sorts a product before its reader, which has the same position.
+        return reader, False
     return position, True
 
   return [eqns[position] for position in sorted(range(len(eqns)), key=place)]
