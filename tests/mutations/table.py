@@ -812,7 +812,7 @@ mpjax/_autocast/operations.py::_end
 + False
 ::test_a_float32_result_of_the_policy_is_not_rounded_at_the_end_of_a_layer
 
-mpjax/_autocast/rewriter.py::_with_products_at_readers
+mpjax/_autocast/rewriter.py::Rewriter._with_products_at_readers
 
 146 products stay where they were traced, so a ResNet moves more bytes on a GPU
 - sorted(range(len(eqns)), key=place)
