@@ -47,7 +47,8 @@ def parse_dtype(dtype: DTypeLike | None, where: str) -> DType:
     fix = "Pass a name, a jax.numpy scalar type or a numpy dtype."
     raise MpjaxTypeError(where, expected=_FLOATING, got=repr(dtype), fix=fix) from None
   if not jnp.issubdtype(parsed, jnp.floating):
-    fix = "Integers, booleans, complex numbers and keys are never cast by a policy."
+    never = "Integers, booleans, complex numbers and keys are never cast by a policy"
+    fix = f"{never}, and your version of JAX has no arrays of other dtypes."
     raise MpjaxTypeError(where, expected=_FLOATING, got=parsed.name, fix=fix)
   # NumPy reads "f8" and "float" as float64, but users who write them mean float8 and float32.
   if isinstance(dtype, str) and dtype not in NAMES and dtype != parsed.name:
