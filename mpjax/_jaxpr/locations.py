@@ -66,11 +66,13 @@ class Location(NamedTuple):
     scopes: its named scopes and marks, the outermost first.
     direction: the pass.
     source: the innermost line outside JAX, Flax and similar libraries; None if unknown.
+    differentiated: whether it is in a function of which JAX computes a gradient.
   """
 
   scopes: tuple[str, ...] = ()
   direction: Direction = "forward"
   source: Source | None = None
+  differentiated: bool = False
 
   @property
   def path(self) -> str:
@@ -131,9 +133,14 @@ def location(eqn: JaxprEqn, around: Location | None = None) -> Location:
   `around` is the location of the equation that holds its jaxpr. JAX writes scopes relative to it.
   """
   around = around or Location()
-  names, direction = _scopes(scopes_of(eqn.source_info.name_stack))
-  source = _source(eqn.source_info.traceback) or around.source
-  return Location(around.scopes + names, direction or around.direction, source)
+  stack = scopes_of(eqn.source_info.name_stack)
+  names, direction = _scopes(stack)
+  return Location(
+    around.scopes + names,
+    direction or around.direction,
+    _source(eqn.source_info.traceback) or around.source,
+    around.differentiated or (_DIFFERENTIATED.removesuffix("()"), True) in stack,
+  )
 
 
 @functools.lru_cache(maxsize=4096)

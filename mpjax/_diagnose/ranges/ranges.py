@@ -18,8 +18,9 @@ from mpjax._core.types import Args, Array, Function, Kwargs, NumpyArray, P
 from mpjax._core.wrappers import name_of
 from mpjax._diagnose.call import Call
 from mpjax._diagnose.gradient import gradient_of
+from mpjax._diagnose.optimizer_work import Addition
 from mpjax._diagnose.ranges.low_steps import programs_of, programs_of_gradient
-from mpjax._diagnose.ranges.plan import Addition, Plan, plan
+from mpjax._diagnose.ranges.plan import Plan, plan
 from mpjax._diagnose.ranges.report import FORMATS, HEADROOM, GroupRanges, RangesReport, Rescaled
 from mpjax._diagnose.report import Advance, Pending
 from mpjax._jaxpr.compat import bind

@@ -9,14 +9,14 @@ from jax.extend.core import ClosedJaxpr
 
 from mpjax._autocast.autocast import autocast
 from mpjax._core.errors import MpjaxValueError, check_call
-from mpjax._core.leaves import Path
 from mpjax._core.types import Args, Function, Kwargs, P
 from mpjax._core.wrappers import name_of
-from mpjax._diagnose.call import Argument, Call, Traced, has_backward_pass
+from mpjax._diagnose.call import Call, has_backward_pass
 from mpjax._diagnose.expectations import check_float32, lows_of
 from mpjax._diagnose.gradient import gradient_of, positions_of_gradients
 from mpjax._diagnose.matmul_formats import WIDE_FORMATS, format_of_matmul
 from mpjax._diagnose.module_names import with_models_under
+from mpjax._diagnose.optimizer_work import optimizer_of
 from mpjax._diagnose.parameter_scopes import name_by_parameters
 from mpjax._diagnose.ranges.ranges import scale_for_float16
 from mpjax._diagnose.report import Advance, Pending
@@ -29,7 +29,7 @@ from mpjax._diagnose.sensitivity.report import (
 )
 from mpjax._diagnose.sensitivity.roundings import Rounding
 from mpjax._diagnose.suggested_changes import Cure, cures_of
-from mpjax._jaxpr.graph import Graph, Value
+from mpjax._jaxpr.graph import Graph
 from mpjax._jaxpr.steps import Step, body_of
 from mpjax._policy.active import AUDIT
 from mpjax._policy.audit_record import AuditRecord
@@ -167,58 +167,19 @@ def _traced(
     counted = dict.fromkeys(positions_of_gradients(traced))
     kind = "gradient"
   else:
-    counted = {}
+    counted = dict[int, int | None]()
     # A step has a gradient inside. A residual model, which adds to its argument, has none.
     if has_backward_pass(traced.program):
-      counted = _updated(traced, call.arguments(fn))
+      # Averages, such as the moments of Adam, have other scales than parameters, so a norm of all
+      # together would show the errors of the largest alone.
+      graph = Graph(traced.program)
+      additions = optimizer_of(graph, call.arguments(fn), traced.outputs).additions
+      counted = {each.result: graph.arguments.index(each.old) for each in additions}
     kind = "update" if counted else "result"
     counted = counted or dict.fromkeys(range(len(traced.outputs)))
   types = [aval.dtype for aval in traced.program.out_avals]
   counted = {i: j for i, j in counted.items() if jnp.issubdtype(types[i], jnp.inexact)}
   return traced.program, counted, kind
-
-
-def _updated(step: Traced, arguments: Sequence[Argument]) -> dict[int, int | None]:
-  """Returns the results that are an argument of a training step plus an update, with that argument.
-
-  They are the parameters. Averages, such as the moments of Adam, have other scales, so a norm of
-  all together would show the errors of the largest alone. The dict is empty if the function is no
-  step: it adds nothing to an argument of which it returns a new version.
-  """
-  graph = Graph(step.program)
-  # By argument, and by result: the position of each leaf, by its path and type.
-  taken: dict[str, dict[object, int]] = {}
-  for i, (one, value) in enumerate(zip(arguments, graph.arguments, strict=True)):
-    name = one.name.removesuffix("/".join(one.keys))
-    taken.setdefault(name, {})[one.keys, value.aval.shape, value.dtype] = i
-  new_versions: dict[int, int] = dict(step.written)
-  # The first key of the path of a result is its number, if the function returns several.
-  for depth in (0, 1):
-    returned: dict[Path, dict[object, int]] = {}
-    for i, (path, value) in enumerate(zip(step.outputs, graph.results, strict=True)):
-      key = path[depth:], value.aval.shape, value.dtype
-      returned.setdefault(path[:depth], {})[key] = i
-    for result in returned.values():
-      # A result replaces an argument if it has the same tree.
-      for argument in taken.values():
-        if argument.keys() == result.keys() and not new_versions.keys() & set(result.values()):
-          new_versions.update({result[key]: argument[key] for key in result})
-  return {i: j for i, j in new_versions.items() if graph.arguments[j] in _summed(graph.results[i])}
-
-
-def _summed(value: Value) -> set[Value]:
-  """Returns the values that a value is the sum of, or one of which it is where a mask is set."""
-  found, waiting = set[Value](), [value]
-  while waiting:
-    one = waiting.pop()
-    if one in found:
-      continue
-    found.add(one)
-    made_by = one.made_by
-    if made_by is not None and (made_by.moves or made_by.casts or made_by.facts.acts_as == "sum"):
-      waiting += made_by.operands
-  # A function that returns an argument as it is adds nothing to it.
-  return found - {value}
 
 
 def _with_cures(

@@ -333,6 +333,20 @@ def test_averages_of_a_step_hide_no_error_of_its_parameters():
 
 
 @pytest.mark.slow
+def test_an_average_of_parameters_is_no_update_though_it_has_their_tree():
+  def step(average, params, x):
+    loss = lambda params: jnp.mean(mpjax.autocast(jnp.dot)(x, params["w"]) ** 2)  # noqa: E731
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+    return jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), params
+
+  average, params = {"w": normal(8, 8)}, {"w": normal(8, 8) + 1}
+  report = mpjax.sensitivity(step)(average, params, X)
+  assert report.of == "update"
+  (update,) = report.exact
+  np.testing.assert_allclose(update, step(average, params, X)[1]["w"], rtol=0.02)
+
+
+@pytest.mark.slow
 def test_text_json_and_html():
   report = mpjax.sensitivity(loss)(PARAMS, X)
   text = str(report)
