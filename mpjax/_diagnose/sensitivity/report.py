@@ -126,19 +126,22 @@ class SensitivityReport(Report):
     else:
       lines = [f"{first}the {self.of} is not finite."]
     decides = self.by_decisions > self.predicted / 2
+    low, high = sorted((self.predicted, self.measured))
+    is_abrupt = math.isfinite(high) and high > _ABRUPT * low
     if any(row.overflows for row in self.roundings):
       lines.append("Values overflow. See the first rows.")
     elif not self.cures and not math.isfinite(self.measured):
       lines.append("Find where it comes from: print(mpjax.find_nonfinite(fn)(*args)).")
     elif not self.cures:
-      end = "." if decides else ": nothing to do."
+      end = "." if decides or is_abrupt else ": nothing to do."
       lines.append(f"No rounding is amplified more than {THRESHOLD:.0f} times{end}")
-    low, high = sorted((self.predicted, self.measured))
-    if math.isfinite(high) and high > _ABRUPT * low:
+    if is_abrupt:
       lines.append(
-        f"They differ by more than {_ABRUPT:.0f} times, because the {self.of} changes abruptly "
+        f"The two errors differ by more than {_ABRUPT:.0f} times: the {self.of} changes abruptly "
         "within one rounding. Trust the measured error."
       )
+      if self.of == "update":
+        lines.append("The first update of Adam does so. Pass the optimizer state of a later step.")
     if decides:
       lines.append(
         f"Decisions that differ, see below, cause an error of {_text(self.by_decisions)} alone."

@@ -1,5 +1,7 @@
 import math
 
+import pytest
+
 from mpjax._diagnose.sensitivity.report import DecisionRow, RoundingRow, SensitivityReport
 from mpjax._jaxpr.locations import Source
 
@@ -70,5 +72,13 @@ def test_decisions_and_what_is_not_followed_are_said_only_if_there_are_any():
 
 
 def test_a_prediction_that_differs_from_the_measurement_says_which_holds():
-  assert "changes abruptly" in str(report(predicted=0.1, measured=0.02))
+  abrupt = str(report(predicted=0.1, measured=0.02))
+  assert "changes abruptly" in abrupt
+  assert "nothing to do" not in abrupt
   assert "changes abruptly" not in str(report(predicted=0.04, measured=0.02))
+
+
+@pytest.mark.parametrize("of", ["result", "update"])
+def test_only_an_update_may_be_the_first_of_adam(of):
+  text = str(report(of=of, predicted=0.1, measured=0.02))
+  assert ("first update of Adam" in text) == (of == "update")
