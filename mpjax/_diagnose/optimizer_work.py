@@ -121,7 +121,7 @@ def _additions(
     has_own_path = value.aval.shape != () and _has_path(argument, path)
     return argument.is_first or has_own_path or (operation in of_optimizer and value in read)
 
-  found = list[tuple[Addition, tuple[int, int, bool]]]()
+  found = list[tuple[Addition, tuple[int, int, bool, int]]]()
   for position, (path, result) in enumerate(results):
     updates, others, depth = list[Addition](), _sums_behind([result]), 0
     seen = set[Operation]()
@@ -142,14 +142,19 @@ def _additions(
         if is_counted and not any(old in _copies(each.operands[1]) for each in differences):
           updates.append(Addition(operation.step.number, old, operand, position))
       # Of several results that are a sum with an argument, one is its new version. Others are the
-      # change of it, which is a sum of the new version, or an average that may begin as it.
-      ranks = [(depth, len(others), not _has_path(inexact[each.old], path)) for each in updates]
+      # change of it, which is a sum of the new version, an average or a target that may be a copy
+      # of it instead of what it was, or the same array again.
+      sources = _sources(result)
+      ranks = [
+        (depth, len(sources - {each.old}), not _has_path(inexact[each.old], path), position)
+        for each in updates
+      ]
       found += zip(updates, ranks, strict=True)
       # `p - rate * grads - rate * decay * p` is a sum of a sum. In a model such sums add up layers.
       terms = [v for operation in others if operation in of_optimizer for v in operation.operands]
       others = [x for x in _sums_behind(terms) if x in of_optimizer and x not in seen]
       depth += 1
-  first = dict[Value, tuple[int, int, bool]]()
+  first = dict[Value, tuple[int, int, bool, int]]()
   for each, rank in found:
     first[each.old] = min(rank, first.get(each.old, rank))
   return [each for each, rank in found if rank == first[each.old]]
@@ -204,17 +209,28 @@ def _copies(value: Value) -> dict[Value, None]:
     if each in copies:
       continue
     copies[each] = None
-    operation = each.made_by
-    if operation is None:
-      continue
-    # A loop carries elements at their positions, and a branch returns them.
-    if operation.joins:
-      pending += operation.operands
-    elif operation.facts.exact or operation.casts:
-      # A selection takes its mask and its scalars as operands too. These are no copies.
-      shape = _without_ones(each)
-      pending += [v for v in operation.operands if _is_inexact(v) and _without_ones(v) == shape]
+    pending += _copied(each)
   return copies
+
+
+def _sources(value: Value) -> set[Value]:
+  """Returns the arguments and computed values that a value may be a copy of."""
+  return {each for each in _copies(value) if not _copied(each)}
+
+
+def _copied(value: Value) -> list[Value]:
+  """Returns the values whose elements the operation that made a value selects, clips or casts."""
+  operation = value.made_by
+  if operation is None:
+    return []
+  # A loop carries elements at their positions, and a branch returns them.
+  if operation.joins:
+    return operation.operands
+  if not operation.facts.exact and not operation.casts:
+    return []
+  # A selection takes its mask and its scalars as operands too. These are no copies.
+  shape = _without_ones(value)
+  return [v for v in operation.operands if _is_inexact(v) and _without_ones(v) == shape]
 
 
 def _is_inexact(value: Value) -> bool:

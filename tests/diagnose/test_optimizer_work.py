@@ -49,6 +49,19 @@ def early_average(average, params, count, x):
   return jax.tree.map(early, average, params), params
 
 
+def periodic(target, params, count, x):
+  params = sgd(params, x)
+  return optax.periodic_update(params, target, count, 9), params
+
+
+def lookahead(fast, slow, count, x):
+  fast = sgd(fast, x)
+  is_last = count % 9 == 0
+  step = lambda s, f: jnp.where(is_last, s + 0.5 * (f - s), s)  # noqa: E731
+  slow = jax.tree.map(step, slow, fast)
+  return jax.tree.map(lambda s, f: jnp.where(is_last, s, f), slow, fast), slow
+
+
 def decayed(params, x):
   return jax.tree.map(lambda p, q: q - 0.01 * p, params, sgd(params, x))
 
@@ -92,6 +105,18 @@ STEPS = {
   "average that begins as they are": (
     *(early_average, (P, P, 0, X)),
     {"1/w": "params/w", "1/b": "params/b"},
+  ),
+  "target that is copied at times": (
+    *(periodic, (P, P, jnp.asarray(9), X)),
+    {"1/w": "params/w", "1/b": "params/b"},
+  ),
+  "weights that follow others": (
+    *(lookahead, (P, P, 9, X)),
+    {"0/w": "fast/w", "0/b": "fast/b", "1/w": "slow/w", "1/b": "slow/b"},
+  ),
+  "returned twice": (
+    *(lambda params, x: 2 * (sgd(params, x),), (P, X)),
+    {"0/w": "params/w", "0/b": "params/b"},
   ),
   "two additions": (decayed, (P, X), {"w": "params/w", "b": "params/b"}),
   "change as a log": (with_change, (P, X), {"1/w": "params/w", "1/b": "params/b"}),
