@@ -37,16 +37,22 @@ def optimizer_of(graph: Graph, arguments: Sequence[Argument], outputs: Sequence[
     arguments: its arguments.
     outputs: the paths of its results.
   """
+  # Operations before the backward pass belong to the loss, also outside of the function that is
+  # differentiated. A second loss may follow the optimizer of the first.
+  of_loss = {
+    operation
+    for operation in graph.computing()
+    if operation.where.direction != "forward" or operation.where.differentiated
+  }
+  # A model may run again after the update, with its scopes. Other scopes are of the optimizer.
+  scopes_of_model = {operation.where.path for operation in of_loss} - {""}
   has_gradients = False
   operations = set[Operation]()
   for operation in graph.computing():
-    where = operation.where
-    if where.direction == "backward":
+    if operation.where.direction == "backward":
       has_gradients = True
-    # Operations before the backward pass belong to the loss, also outside of the function that is
-    # differentiated. A second loss may follow the optimizer of the first.
-    is_of_loss = where.direction != "forward" or where.differentiated
-    if has_gradients and not is_of_loss and not where.path:
+    is_of_model = operation in of_loss or operation.where.path in scopes_of_model
+    if has_gradients and not is_of_model:
       operations.add(operation)
   read = _read_by_others(graph, operations)
   additions = _additions(graph, arguments, outputs, operations, read)

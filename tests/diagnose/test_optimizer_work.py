@@ -84,6 +84,19 @@ def accumulated(params, total, x):
   return jax.tree.map(lambda p, g: p - 0.1 * g, params, total), total
 
 
+def heavy_ball(params, momentum, x):
+  grads = jax.grad(loss)(params, x)
+  with jax.named_scope("optimizer"):
+    momentum = jax.tree.map(lambda m, g: m - 0.1 * g, momentum, grads)
+    return optax.apply_updates(params, momentum), momentum
+
+
+def scoped(x, w):
+  grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+  with jax.named_scope("optimizer"):
+    return w - 0.1 * grads
+
+
 def looped(params, xs):
   return jax.lax.scan(lambda p, x: (sgd(p, x), loss(p, x)), params, xs)
 
@@ -122,6 +135,8 @@ STEPS = {
   "change as a log": (with_change, (P, X), {"1/w": "params/w", "1/b": "params/b"}),
   "two losses": (adversarial, (W, W, X), {"0": "w", "1": "v"}),
   "accumulated": (accumulated, (P, P, X), {"0/w": "params/w", "0/b": "params/b"}),
+  "optimizer in a scope": (heavy_ball, (P, P, X), {"0/w": "params/w", "0/b": "params/b"}),
+  "array without a name in a scope": (scoped, (X, W), {"": "w"}),
   "loop": (looped, (P, W), {"0/w": "params/w", "0/b": "params/b"}),
   "arrays without names": (arrays, (X, W[2], B), {"1": "w", "2": "b"}),
   "numbers without names": (arrays, (X[0], W[0, 0], W[1, 1]), {"1": "w", "2": "b"}),

@@ -47,6 +47,23 @@ def test_activations_and_gradients_by_module_without_the_optimizer():
   assert [counted.steps[number][0] for number in counted.additions] == ["updates"]
 
 
+def test_a_model_that_runs_again_after_the_update_is_no_optimizer():
+  def loss(w, x):
+    with jax.named_scope("layer"):
+      return jnp.sum(jnp.tanh(x @ w))
+
+  def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+
+  def and_loss(w, x):
+    w = step(w, x)
+    return w, loss(w, x)
+
+  x = jnp.ones((8, 8))
+  once, again = (len(planned(fn, x, x).steps) for fn in (step, and_loss))
+  assert again == once + 3  # The matmul, the tanh and the sum.
+
+
 N = 8
 """The fewest products that a matmul of low precision sums."""
 
