@@ -121,11 +121,13 @@ def _additions(
     argument = inexact[value]
     if (value.dtype, value.aval.shape) != (result.dtype, getattr(result.aval, "shape", None)):
       return False
+    # A sum in the loss is a state of the model, such as a running mean.
+    if of_optimizer:
+      return operation in of_optimizer
     # Where no backward pass tells the optimizer, arguments behind the first are returned under
     # their own path. Otherwise a new momentum `0.9 * mu + grads` would be `grads`, updated. A
     # scalar there is a step count or a scale.
-    has_own_path = value.aval.shape != () and _has_path(argument, path)
-    return argument.is_first or has_own_path or (operation in of_optimizer and value in read)
+    return argument.is_first or (value.aval.shape != () and _has_path(argument, path))
 
   found = list[tuple[Addition, tuple[int, int, bool, int]]]()
   for position, (path, result) in enumerate(results):

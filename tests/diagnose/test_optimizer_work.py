@@ -97,6 +97,23 @@ def scoped(x, w):
     return w - 0.1 * grads
 
 
+def stateful(params, mean, x):
+  def loss(params):
+    y = x @ params["w"] + params["b"]
+    new = {"m": mean["m"] + 0.1 * (y - mean["m"])}
+    return jnp.sum((y - new["m"]) ** 2), new
+
+  grads, mean = jax.grad(loss, has_aux=True)(params)
+  return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), mean
+
+
+def mastered(low, master, momentum, x):
+  grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(low)
+  momentum = 0.9 * momentum + grads.astype(jnp.float32)
+  master = master - 0.1 * momentum
+  return master.astype(jnp.bfloat16), master, momentum
+
+
 def looped(params, xs):
   return jax.lax.scan(lambda p, x: (sgd(p, x), loss(p, x)), params, xs)
 
@@ -137,6 +154,14 @@ STEPS = {
   "accumulated": (accumulated, (P, P, X), {"0/w": "params/w", "0/b": "params/b"}),
   "optimizer in a scope": (heavy_ball, (P, P, X), {"0/w": "params/w", "0/b": "params/b"}),
   "array without a name in a scope": (scoped, (X, W), {"": "w"}),
+  "state of a model": (
+    *(stateful, (P, {"m": B}, X)),
+    {"0/w": "params/w", "0/b": "params/b"},
+  ),
+  "master without a name": (
+    *(mastered, (W.astype(jnp.bfloat16), W, W, X.astype(jnp.bfloat16))),
+    {"1": "master"},
+  ),
   "loop": (looped, (P, W), {"0/w": "params/w", "0/b": "params/b"}),
   "arrays without names": (arrays, (X, W[2], B), {"1": "w", "2": "b"}),
   "numbers without names": (arrays, (X[0], W[0, 0], W[1, 1]), {"1": "w", "2": "b"}),
