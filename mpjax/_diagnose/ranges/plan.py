@@ -44,7 +44,8 @@ def plan(
     outputs: the paths of its results.
   """
   graph = Graph(body)
-  # Find the optimizer before operations are named by their parameters. Its operations have no path.
+  # Find the optimizer before operations are named by their parameters. Those of the optimizer would
+  # get the paths of modules too.
   optimizer = optimizer_of(graph, arguments, outputs)
   name_by_parameters(graph, [one.module if one.is_first else () for one in arguments])
   # Integers and keys have no exponents to count.
@@ -52,6 +53,8 @@ def plan(
   floats = {value: argument for value, argument in pairs if value.is_floating}
   additions = {each.number: each for each in optimizer.additions if each.old in floats}
 
+  # Parameters may be in any argument, if they are updated.
+  updated = {each.old for each in additions.values()}
   inputs = dict[int, Group]()
   # A model or loss alone has no optimizer, and its unused arguments are no state.
   has_optimizer = any(each.where.direction == "backward" for each in graph.computing())
@@ -61,7 +64,7 @@ def plan(
       continue
     if has_optimizer and value.consumers and value not in optimizer.read_by_others:
       inputs[position] = Group("optimizer state", argument.name)
-    elif argument.is_first:
+    elif argument.is_first or value in updated:
       inputs[position] = Group("parameters", argument.name)
 
   # An update is named by its parameter, whatever module the addition is in.

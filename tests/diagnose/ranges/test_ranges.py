@@ -11,6 +11,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._diagnose.ranges.ranges import add
+from tests.diagnose.test_optimizer_work import W, X, adversarial
 from tests.models.values import filled, normal, shapes
 
 
@@ -219,6 +220,12 @@ def test_moments_are_optimizer_state_in_any_argument():
       check_equal(group, x)
   ends = [(g.path.split("/")[0], *g.path.split("/")[-2:]) for g in apart.of("optimizer state")]
   assert ends == [("opt_state", "mu", "w"), ("opt_state", "nu", "w"), ("ema", "ema", "w")]
+
+
+def test_two_networks_have_rows_of_their_parameters_and_updates():
+  report = mpjax.ranges(adversarial)(W, W, X)
+  for kind in ("parameters", "updates"):
+    assert [group.path for group in report.of(kind)] == ["w", "v"]
 
 
 @pytest.mark.slow
