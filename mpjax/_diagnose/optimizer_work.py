@@ -1,7 +1,8 @@
 """Find what the optimizer of a traced step does: its operations, and the arguments it updates."""
 
 import collections
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core.primitives import add_p, bitcast_convert_type_p, scatter_add_p, sub_p
@@ -78,6 +79,19 @@ def _read_by_others(graph: Graph, of_optimizer: set[Operation]) -> set[Value]:
   return read
 
 
+class _Rank(NamedTuple):
+  """How much a result that is a sum with an argument looks like its new version; the least wins.
+
+  Another such result may be the change of the argument, an average that begins as its new version,
+  a target that is a copy of it at times, or the same array again.
+  """
+
+  depth: int  # 0, or more for a sum of a sum
+  others: int  # what else the result may be a copy of
+  has_other_path: bool  # whether it is returned under another path than that of the argument
+  position: int  # among the results
+
+
 def _additions(
   graph: Graph,
   arguments: Sequence[Argument],
@@ -103,41 +117,30 @@ def _additions(
     if value in read or (argument.is_first and argument.is_parameter)
   }
   results = [*zip(outputs, graph.results, strict=False)]
-  # Masters in float32 are arguments that only the optimizer reads. The new parameters are copies of
-  # them, or `p + (master - p)`, as `optax.apply_updates` computes them. So a value that parameters
-  # are copied from has the positions of these among the results.
-  copied_to = collections.defaultdict[Value, set[int]](set)
-  paths = {argument.keys for argument in parameters.values()}
-  for position, (path, result) in enumerate(results):
-    # A step may return the parameters alone, or in a tuple.
-    if path in paths or path[1:] in paths:
-      differences = _differences(v for each in _sums_behind([result]) for v in each.operands)
-      for value in (result, *(each.operands[0] for each in differences)):
-        for copy in _copies(value):
-          copied_to[copy].add(position)
+  copied_to = _copied_to(results, {argument.keys for argument in parameters.values()})
 
-  def is_candidate(value: Value, operation: Operation, result: Value, path: Path) -> bool:
-    """Whether a sum may update an argument, as its type, the names or the readers say."""
-    argument = inexact[value]
-    if (value.dtype, value.aval.shape) != (result.dtype, getattr(result.aval, "shape", None)):
-      return False
+  def may_update(value: Value, operation: Operation, path: Path) -> bool:
+    """Whether a sum with an argument, which is the result with this path, may update it."""
     # A sum in the loss is a state of the model, such as a running mean.
     if of_optimizer:
       return operation in of_optimizer
     # Where no backward pass tells the optimizer, arguments behind the first are returned under
     # their own path. Otherwise a new momentum `0.9 * mu + grads` would be `grads`, updated. A
     # scalar there is a step count or a scale.
+    argument = inexact[value]
     return argument.is_first or (value.aval.shape != () and _has_path(argument, path))
 
-  found = list[tuple[Addition, tuple[int, int, bool, int]]]()
+  found = list[tuple[_Rank, Addition]]()
   for position, (path, result) in enumerate(results):
-    updates, others, depth = list[Addition](), _sums_behind([result]), 0
-    seen = set[Operation]()
-    while others and not updates:
+    type_of_result = result.dtype, getattr(result.aval, "shape", None)
+    same_type = [v for v in inexact if (v.dtype, v.aval.shape) == type_of_result]
+    sources = _sources(result)
+    others, seen = _sums_behind([result]), set[Operation]()
+    for depth in itertools.count():
       sums, others = others, list[Operation]()
       seen.update(sums)
       for operation in sums:
-        olds = [v for v in inexact if is_candidate(v, operation, result, path)]
+        olds = [v for v in same_type if may_update(v, operation, path)]
         match = _updated_operand(operation, olds)
         if match is None:
           others.append(operation)
@@ -145,27 +148,39 @@ def _additions(
         old, operand = match
         # A sum with an argument that is no parameter counts only if it becomes a parameter too. If
         # the update is `master - old`, it is the master that an optimizer updates.
-        is_counted = old in parameters or copied_to[operation.results[0]] - {position}
+        is_counted = old in parameters or copied_to.get(operation.results[0], set()) - {position}
         differences = _differences([operation.operands[1 - operand]])
         if is_counted and not any(old in _copies(each.operands[1]) for each in differences):
-          updates.append(Addition(operation.step.number, old, operand, position))
-      # Of several results that are a sum with an argument, one is its new version. Others are the
-      # change of it, which is a sum of the new version, an average or a target that may be a copy
-      # of it instead of what it was, or the same array again.
-      sources = _sources(result)
-      ranks = [
-        (depth, len(sources - {each.old}), not _has_path(inexact[each.old], path), position)
-        for each in updates
-      ]
-      found += zip(updates, ranks, strict=True)
+          is_elsewhere = not _has_path(inexact[old], path)
+          rank = _Rank(depth, len(sources - {old}), is_elsewhere, position)
+          found.append((rank, Addition(operation.step.number, old, operand, position)))
       # `p - rate * grads - rate * decay * p` is a sum of a sum. In a model such sums add up layers.
       terms = [v for operation in others if operation in of_optimizer for v in operation.operands]
-      others = [x for x in _sums_behind(terms) if x in of_optimizer and x not in seen]
-      depth += 1
-  first = dict[Value, tuple[int, int, bool, int]]()
-  for each, rank in found:
+      others = [operation for operation in _sums_behind(terms) if operation not in seen]
+      if not others:
+        break
+
+  first = dict[Value, _Rank]()
+  for rank, each in found:
     first[each.old] = min(rank, first.get(each.old, rank))
-  return [each for each, rank in found if rank == first[each.old]]
+  return [each for rank, each in found if rank == first[each.old]]
+
+
+def _copied_to(results: Sequence[tuple[Path, Value]], paths: set[Path]) -> Mapping[Value, set[int]]:
+  """Returns the positions of the new parameters that are copies of a value; `paths` are theirs.
+
+  Masters in float32 are arguments that only the optimizer reads. The new parameters are copies of
+  them, or `p + (master - p)`, as `optax.apply_updates` computes them.
+  """
+  copied_to = collections.defaultdict[Value, set[int]](set)
+  for position, (path, result) in enumerate(results):
+    # A step may return the parameters alone, or in a tuple.
+    if path in paths or path[1:] in paths:
+      differences = _differences(v for each in _sums_behind([result]) for v in each.operands)
+      for value in (result, *(each.operands[0] for each in differences)):
+        for copy in _copies(value):
+          copied_to[copy].add(position)
+  return copied_to
 
 
 def _has_path(argument: Argument, path: Path) -> bool:

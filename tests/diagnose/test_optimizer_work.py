@@ -20,7 +20,7 @@ P = {"w": W, "b": B}
 
 
 def updates(fn, *args, **kwargs):
-  """Returns the paths of the results that are updated arguments, and the names of these."""
+  """Returns the path of each result that is an updated argument, and the name of this argument."""
   call = Call(args, kwargs)
   traced = call.traced(fn)
   arguments, graph = call.arguments(fn), Graph(traced.program)
@@ -123,6 +123,46 @@ def summed(params, xs):
   return new, jax.lax.scan(lambda total, x: (total + x, None), 2 * new["b"], xs)[0]
 
 
+def with_change_of_array(w, x):
+  new = w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+  return new - w, new
+
+
+def with_perturbed(params, x):
+  grads = jax.grad(loss)(params, x)
+  perturbed = jax.tree.map(lambda p, g: p + 0.1 * g, params, grads)
+  return {"perturbed": perturbed}, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def pruned(w, mask, x):
+  grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+  return jnp.where(mask, w - 0.1 * grads, w), w + 0.1 * grads
+
+
+def cast(params, x):
+  return jax.tree.map(lambda p: p.astype(jnp.bfloat16), sgd(params, x)), params["b"]
+
+
+def decayed_alone(params, x):
+  unread = params["unread"]
+  return {**sgd({"w": params["w"], "b": params["b"]}, x), "unread": unread - 0.1 * unread}
+
+
+def embedded(w, i):
+  return w.at[i].add(-0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(w[i])))(w)[i])
+
+
+def delayed(old, new, xs):
+  """The loss reads the weights of the step before."""
+
+  def step(carry, x):
+    old, new = carry
+    grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(old)
+    return (new, new - 0.1 * grads), None
+
+  return jax.lax.scan(step, (old, new), xs)[0][1]
+
+
 def arrays(x, w, b):
   """The parameters follow the batch, and have no names."""
   value, (of_w, of_b) = jax.value_and_grad(lambda w, b: jnp.sum((x * w + b) ** 2), (0, 1))(w, b)
@@ -150,8 +190,22 @@ STEPS = {
   ),
   "two additions": (decayed, (P, X), {"w": "params/w", "b": "params/b"}),
   "change as a log": (with_change, (P, X), {"1/w": "params/w", "1/b": "params/b"}),
+  "change of an array": (with_change_of_array, (W, X), {"1": "w"}),
+  "another sum with them": (with_perturbed, (P, X), {"1/w": "params/w", "1/b": "params/b"}),
+  "masked, and another sum": (pruned, (W, W > 0, X), {"0": "w"}),
+  "another dtype": (cast, (P, X), {}),
+  "not read by the loss": (
+    *(decayed_alone, ({**P, "unread": W}, X)),
+    {name: f"params/{name}" for name in ("w", "b", "unread")},
+  ),
+  "rows of a table": (embedded, (W, jnp.asarray([0, 2])), {"": "w"}),
+  "of the step before": (delayed, (W, W, W), {"": "new"}),
   "two losses": (adversarial, (W, W, X), {"0": "w", "1": "v"}),
   "accumulated": (accumulated, (P, P, X), {"0/w": "params/w", "0/b": "params/b"}),
+  "accumulated on a device": (
+    *(jax.pmap(accumulated), jax.tree.map(lambda x: x[None], (P, P, X))),
+    {"0/w": "params/w", "0/b": "params/b"},
+  ),
   "optimizer in a scope": (heavy_ball, (P, P, X), {"0/w": "params/w", "0/b": "params/b"}),
   "array without a name in a scope": (scoped, (X, W), {"": "w"}),
   "state of a model": (
@@ -168,6 +222,11 @@ STEPS = {
   "loop of sums": (summed, (P, W), {"0/w": "params/w", "0/b": "params/b"}),
   "a loss": (loss, (P, X), {}),
   "a gradient": (jax.grad(loss), (P, X), {}),
+  "an optimizer alone": (
+    *(lambda p, grads, mu: (p - 0.1 * mu, 0.9 * mu + grads), (W, W, W)),
+    {"0": "p"},
+  ),
+  "a count": (lambda p, state: (p, {"n": state["n"] + 1.0}), (W, {"n": B[0]}), {}),
   "a residual model": (lambda x, w: x + jnp.tanh(x @ w) + jnp.sin(x @ w), (X, W), {}),
 }
 
@@ -242,10 +301,18 @@ def test_a_train_state_and_a_model_that_is_written_to():
   net = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(net, mpjax.loss_scaling(optax.adam(0.1)), wrt=nnx.Param)
 
-  def write(net, optimizer, x):
-    scaled = mpjax.scaled(lambda net: jnp.sum(net(x) ** 2), optimizer)
+  def write(net, optimizer, batch):
+    scaled = mpjax.scaled(lambda net: jnp.sum(net(batch["x"]) ** 2), optimizer)
     optimizer.update(net, nnx.grad(scaled)(net))
 
   for fn in (write, nnx.jit(write)):
-    found = updates(fn, net, optimizer, X)
+    found = updates(fn, net, optimizer, {"x": X})
     assert found == {"kernel": "net/kernel", "bias": "net/bias"}
+
+  low = nnx.Linear(3, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  masters = nnx.Optimizer(
+    low, mpjax.loss_scaling(mpjax.master_weights(optax.adam(0.1))), wrt=nnx.Param
+  )
+  found = updates(write, low, masters, {"x": X})
+  assert {name.split("/")[0] for name in found.values()} == {"optimizer"}
+  assert len(found) == 2
