@@ -38,8 +38,7 @@ def optimizer_of(graph: Graph, arguments: Sequence[Argument], outputs: Sequence[
     arguments: its arguments.
     outputs: the paths of its results.
   """
-  # Operations before the backward pass belong to the loss, also outside of the function that is
-  # differentiated. A second loss may follow the optimizer of the first.
+  # JAX marks what it differentiates, also in a second loss that follows the optimizer of the first.
   of_loss = {
     operation
     for operation in graph.computing()
@@ -47,6 +46,7 @@ def optimizer_of(graph: Graph, arguments: Sequence[Argument], outputs: Sequence[
   }
   # A model may run again after the update, with its scopes. Other scopes are of the optimizer.
   scopes_of_model = {operation.where.path for operation in of_loss} - {""}
+  # Operations before the backward pass belong to the loss, also outside of what is differentiated.
   has_gradients = False
   operations = set[Operation]()
   for operation in graph.computing():
