@@ -1,7 +1,6 @@
 """Find what the optimizer of a traced step does: its operations, and the arguments it updates."""
 
 import collections
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -134,16 +133,17 @@ def _additions(
   for position, (path, result) in enumerate(results):
     type_of_result = result.dtype, getattr(result.aval, "shape", None)
     same_type = [v for v in inexact if (v.dtype, v.aval.shape) == type_of_result]
-    sources = _sources(result)
-    others, seen = _sums_behind([result]), set[Operation]()
-    for depth in itertools.count():
-      sums, others = others, list[Operation]()
+    # What the result may be a copy of: arguments and computed values.
+    sources = {v for v in _copies(result) if not _copied(v)}
+    sums, seen, depth = _sums_behind([result]), set[Operation](), 0
+    while sums:
       seen.update(sums)
+      without = list[Operation]()
       for operation in sums:
         olds = [v for v in same_type if may_update(v, operation, path)]
         match = _updated_operand(operation, olds)
         if match is None:
-          others.append(operation)
+          without.append(operation)
           continue
         old, operand = match
         # A sum with an argument that is no parameter counts only if it becomes a parameter too. If
@@ -155,10 +155,9 @@ def _additions(
           rank = _Rank(depth, len(sources - {old}), is_elsewhere, position)
           found.append((rank, Addition(operation.step.number, old, operand, position)))
       # `p - rate * grads - rate * decay * p` is a sum of a sum. In a model such sums add up layers.
-      terms = [v for operation in others if operation in of_optimizer for v in operation.operands]
-      others = [operation for operation in _sums_behind(terms) if operation not in seen]
-      if not others:
-        break
+      terms = [v for operation in without if operation in of_optimizer for v in operation.operands]
+      sums = [operation for operation in _sums_behind(terms) if operation not in seen]
+      depth += 1
 
   first = dict[Value, _Rank]()
   for rank, each in found:
@@ -234,11 +233,6 @@ def _copies(value: Value) -> dict[Value, None]:
     copies[each] = None
     pending += _copied(each)
   return copies
-
-
-def _sources(value: Value) -> set[Value]:
-  """Returns the arguments and computed values that a value may be a copy of."""
-  return {each for each in _copies(value) if not _copied(each)}
 
 
 def _copied(value: Value) -> list[Value]:
